@@ -1,0 +1,307 @@
+"""The one loop: requests join, rounds run, tokens come out.
+
+A round is Algorithm 1 of Leviathan et al. 2023 for every active request at once: the drafter
+proposes, one target pass scores all drafts, each request's rule decides, and what stands is
+committed. Plain decoding is the same loop with empty drafts. Offline generation, streams and
+servers are callers of `step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from torch import Tensor
+
+from outrider.drafters import Drafter
+from outrider.errors import GenerationError, OutriderError, UsageError
+from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.randomness import Noise, RoundNoise, fresh_seed
+from outrider.requests import (
+    Event,
+    FinishReason,
+    Request,
+    Result,
+    Round,
+    Statistics,
+    TokenLogprob,
+)
+from outrider.sampling import History
+from outrider.text import TextBuilder
+from outrider.verification import Draft, Verdict, rule
+
+__all__ = ["Engine"]
+
+
+class _Active:
+    """A request on its way: its history, its place in the target's cache, and what it has so far."""
+
+    def __init__(self, request_id: int, request: Request, target: Model, drafter: str) -> None:
+        self.id = request_id
+        self.request = request
+        self.eos_ids = frozenset() if request.ignore_eos else target.eos_ids
+        self.history = History(request.prompt, self.eos_ids | request.stop_ids)
+        self.sequence: CachedSequence = target.start(Prompt(self.history.tokens))
+        self.seed = fresh_seed() if request.seed is None else request.seed
+        self.noise = Noise(self.seed, coupled=request.rule == "coupled")
+        self.rule = rule(request.rule)
+        self.text = TextBuilder(target.tokenizer, request.stop)
+        self.stats = Statistics(
+            engine=target.engine, dtype=target.dtype, rule=request.rule, drafter=drafter
+        )
+        self.trace: list[Round] = []
+        self.logprobs: list[TokenLogprob] | None = None if request.logprobs is None else []
+        self.started = time.perf_counter()
+        # The context's end is one more limit on the number of tokens.
+        self.room = min(request.max_new_tokens, target.context_length - len(self.history))
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.history) - self.history.prompt_length
+
+    @property
+    def draft_limit(self) -> int:
+        """A round emits up to gamma + 1 tokens, and no more than there is room for."""
+        return max(0, min(self.request.gamma, self.room - self.num_emitted - 1))
+
+    def feed(self, draft: Draft) -> Feed:
+        """Whatever the target has not cached yet, and the draft; logits for each of its places."""
+        unseen = self.history.tokens[self.sequence.length :]
+        return Feed(self.sequence, [*unseen, *draft.tokens], len(draft.tokens) + 1)
+
+    def commit(self, token: int) -> FinishReason | None:
+        """Append one emitted token; the reason if it ends the output."""
+        self.history.tokens.append(token)
+        if token in self.history.end_ids:
+            return "eos" if token in self.eos_ids else "stop"
+        may_stop = self.num_emitted >= self.request.policy.min_new_tokens
+        if self.text.add(token, may_stop=may_stop):
+            return "stop"
+        return "length" if self.num_emitted >= self.room else None
+
+    def result(self, reason: FinishReason, error: OutriderError | None = None) -> Result:
+        self.stats.wall_s = time.perf_counter() - self.started
+        self.stats.num_tokens = self.num_emitted
+        return Result(
+            text=self.text.text,
+            token_ids=self.history.output,
+            finish_reason=reason,
+            prompt_ids=self.history.tokens[: self.history.prompt_length],
+            seed=self.seed,
+            stats=self.stats,
+            trace=self.trace,
+            logprobs=self.logprobs,
+            error=error,
+        )
+
+
+class Engine:
+    """Runs requests with different settings side by side; they join and leave between rounds.
+
+    Args:
+        target: the model whose law is kept.
+        drafter: what proposes; None for plain decoding.
+        max_batch: most requests in one round; further ones wait.
+    """
+
+    def __init__(self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32) -> None:
+        if max_batch < 1:
+            raise UsageError(f"max_batch must be 1 or more, not {max_batch!r}")
+        self.target = target
+        self.drafter = drafter
+        self._max_batch = max_batch
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._active: dict[int, _Active] = {}
+        self._ids = count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or active."""
+        return bool(self._waiting or self._active)
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its id. Settings the target cannot serve raise at once."""
+        request.check(self.target)
+        request_id = next(self._ids)
+        self._waiting.append((request_id, request))
+        return request_id
+
+    def cancel(self, request_id: int) -> Result | None:
+        """End a request and free its caches; its result so far, or None if it had not begun."""
+        self._waiting = deque(item for item in self._waiting if item[0] != request_id)
+        active = self._active.get(request_id)
+        return None if active is None else self._leave(active, "cancelled")
+
+    def step(self) -> list[Event]:
+        """One round of every active request.
+
+        Returns:
+            One event per request that was active; none when there is no work.
+        """
+        self._admit()
+        batch = list(self._active.values())
+        if not batch:
+            return []
+        noise = [item.noise.at(len(item.history)) for item in batch]
+        drafts = self._propose(batch, noise)
+        logits = self.target.score(
+            [item.feed(draft) for item, draft in zip(batch, drafts, strict=True)]
+        )
+        events, standing = [], []
+        first = 0
+        for item, draft, dice in zip(batch, drafts, noise, strict=True):
+            rows = logits[first : first + len(draft.tokens) + 1]
+            first += len(rows)
+            event, verdict = self._settle(item, draft, rows, dice)
+            events.append(event)
+            if verdict is not None:
+                standing.append((item.history, verdict))
+        if self.drafter is not None and standing:
+            histories, verdicts = zip(*standing, strict=True)
+            self.drafter.observe(histories, verdicts)
+        return events
+
+    def generate(self, requests: Sequence[Request]) -> list[Result]:
+        """Results of all requests, in order.
+
+        Raises:
+            OutriderError: the only request failed.
+            GenerationError: some of several requests failed; every result is attached.
+        """
+        ids = [self.add(request) for request in requests]
+        results: dict[int, Result] = {}
+        try:
+            while len(results) < len(ids):
+                for event in self.step():
+                    if event.result is not None and event.request_id in ids:
+                        results[event.request_id] = event.result
+        finally:
+            for request_id in ids:
+                self.cancel(request_id)
+        in_order = [results[request_id] for request_id in ids]
+        failed = [result for result in in_order if result.error is not None]
+        if failed and len(in_order) == 1 and failed[0].error is not None:
+            raise failed[0].error
+        if failed:
+            raise GenerationError(
+                f"{len(failed)} of {len(in_order)} requests failed, the first with: "
+                f"{failed[0].error}",
+                in_order,
+            )
+        return in_order
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """The events of one request as they happen; closing the iterator cancels it.
+
+        Raises:
+            OutriderError: the request failed; what was streamed before stands.
+        """
+        request_id = self.add(request)
+        try:
+            finished = False
+            while not finished:
+                for event in self.step():
+                    if event.request_id != request_id:
+                        continue
+                    if event.result is not None and event.result.error is not None:
+                        raise event.result.error
+                    finished = event.result is not None
+                    yield event
+        finally:
+            self.cancel(request_id)
+
+    def _admit(self) -> None:
+        drafter = "none" if self.drafter is None else self.drafter.name
+        while self._waiting and len(self._active) < self._max_batch:
+            request_id, request = self._waiting.popleft()
+            self._active[request_id] = _Active(request_id, request, self.target, drafter)
+
+    def _propose(self, batch: Sequence[_Active], noise: Sequence[RoundNoise]) -> list[Draft]:
+        """A draft for every request; empty for those that draft nothing in this round."""
+        drafts = [Draft([]) for _ in batch]
+        drafting = [i for i, item in enumerate(batch) if item.draft_limit > 0]
+        if self.drafter is None or not drafting:
+            return drafts
+        proposed = self.drafter.propose(
+            [batch[i].history for i in drafting],
+            [batch[i].draft_limit for i in drafting],
+            [batch[i].request.policy for i in drafting],
+            [noise[i] for i in drafting],
+        )
+        for i, draft in zip(drafting, proposed, strict=True):
+            self._check_draft(draft, batch[i].draft_limit)
+            drafts[i] = draft
+        return drafts
+
+    def _check_draft(self, draft: Draft, limit: int) -> None:
+        """Hold the drafter to its contract; a broken one must not bend the output."""
+        size = self.target.vocab_size
+        shape = None if draft.q is None else tuple(draft.q.shape)
+        if (
+            len(draft.tokens) > limit
+            or any(not 0 <= token < size for token in draft.tokens)
+            or (shape is not None and shape != (len(draft.tokens), size))
+        ):
+            raise OutriderError(
+                f"the drafter broke its contract: up to {limit} tokens below {size} and q "
+                f"[tokens, {size}] expected, got {draft.tokens!r} and q of shape {shape}"
+            )
+
+    def _settle(
+        self, item: _Active, draft: Draft, logits: Tensor, noise: RoundNoise
+    ) -> tuple[Event, Verdict | None]:
+        """Verify one request's draft and commit what stands; no verdict if the request has ended."""
+        try:
+            p = item.request.policy.probs(logits, item.history, draft.tokens)
+            verdict = item.rule(p, draft, noise)
+        except OutriderError as error:
+            return Event(item.id, item.text.finish(), [], self._leave(item, "error", error)), None
+
+        runs_model = self.drafter is not None and self.drafter.runs_model
+        item.stats.count(len(draft.tokens), verdict.accepted, runs_model=runs_model)
+        emitted: list[int] = []
+        reason: FinishReason | None = None
+        for token in (*draft.tokens[: verdict.accepted], verdict.token):
+            emitted.append(token)
+            reason = item.commit(token)
+            if reason is not None:
+                break
+        item.trace.append(Round(tuple(draft.tokens), verdict.accepted, tuple(emitted)))
+        if item.logprobs is not None:
+            num_top = item.request.logprobs or 0
+            item.logprobs.extend(_logprobs(p, logits, emitted, num_top))
+        if reason is None:
+            # Of the committed tokens the last was not in the feed: it is fed in the next round.
+            item.sequence.rollback(len(item.history) - 1)
+            return Event(item.id, item.text.take(), emitted, None), verdict
+        shown = item.text.finish()
+        if item.text.stopped:
+            reason = "stop"
+        return Event(item.id, shown, emitted, self._leave(item, reason)), None
+
+    def _leave(
+        self, item: _Active, reason: FinishReason, error: OutriderError | None = None
+    ) -> Result:
+        """Close everything a request holds and give its result."""
+        del self._active[item.id]
+        item.sequence.close()
+        if self.drafter is not None:
+            self.drafter.release(item.history)
+        return item.result(reason, error)
+
+
+def _logprobs(p: Tensor, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """One entry per emitted token; row i of `p` [n, V] is the law that tokens[i] came from."""
+    entries = []
+    processed = p[: len(tokens)].log()
+    raw = logits[: len(tokens)].to(p.dtype).log_softmax(-1)
+    for law, raw_law, token in zip(processed, raw, tokens, strict=True):
+        likeliest = [i for i in law.topk(num_top).indices.tolist() if law[i] > -float("inf")]
+        for i in raw_law.topk(num_top).indices.tolist():
+            if len(likeliest) < num_top and i not in likeliest:
+                likeliest.append(i)
+        top = tuple(TokenLogprob(i, float(law[i]), float(raw_law[i])) for i in likeliest)
+        entries.append(TokenLogprob(token, float(law[token]), float(raw_law[token]), top))
+    return entries

@@ -1,0 +1,104 @@
+"""The drafter seam: what proposes tokens, and how to get one.
+
+Contract. A drafter returns every token it drew, together with the law q it drew it from. It may
+stop after a token, by whatever it knows then; it may never drop a token it has drawn, and never
+report another q than the one drawn from (None stands for a point mass). Everything else it does
+moves the speed only, never the law of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.errors import UsageError, VocabularyMismatch
+from outrider.models import Dtype, Engine, Model, check_same_tokenizer, load_model
+from outrider.randomness import RoundNoise
+from outrider.sampling import History, SamplingPolicy
+from outrider.verification import Draft, Verdict
+
+__all__ = ["Drafter", "make_drafter"]
+
+
+class Drafter(Protocol):
+    """A source of drafts for any number of requests at once.
+
+    A request is known by its `History` object, which grows by the emitted tokens between rounds.
+
+    Attributes:
+        name: how the user called it.
+        runs_model: whether every drafted token costs a pass of a model.
+    """
+
+    name: str
+    runs_model: bool
+
+    def propose(
+        self,
+        sequences: Sequence[History],
+        gammas: Sequence[int],
+        policies: Sequence[SamplingPolicy],
+        noise: Sequence[RoundNoise],
+    ) -> list[Draft]:
+        """A draft of at most `gammas[i]` tokens after each of `sequences`; may be empty.
+
+        Args:
+            sequences: committed tokens of each request.
+            gammas: most tokens to draft, at least 1.
+            policies: how each request samples; the drafter's laws go through the same.
+            noise: the round's draws for each request (`noise[i].draft`).
+        """
+        ...
+
+    def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
+        """Learn how the last proposals fared. The accepted tokens are in `sequences` by now."""
+        ...
+
+    def release(self, sequence: History) -> None:
+        """Forget a request that has ended; unknown ones are ignored."""
+        ...
+
+
+def make_drafter(
+    reference: str,
+    target: Model,
+    *,
+    engine: Engine = "auto",
+    dtype: Dtype = "auto",
+    device: str = "auto",
+) -> Drafter | None:
+    """The drafter a reference names, checked against its target; None for "none".
+
+    Args:
+        reference: "none", "lookup", "ngram:FILE", or a model reference (see `load_model`).
+        target: the model that it will draft for.
+        engine, dtype, device: for a drafting model.
+
+    Raises:
+        ModelNotFound: nothing is found under `reference`.
+        VocabularyMismatch: its token ids are not the target's.
+    """
+    if reference == "none":
+        return None
+    if reference == "lookup":
+        from outrider.drafters.lookup import LookupDrafter
+
+        return LookupDrafter()
+    kind, _, rest = reference.partition(":")
+    if kind == "ngram":
+        from outrider.drafters.ngram import NgramDrafter, load_ngrams
+
+        if not rest:
+            raise UsageError("ngram needs a file: ngram:FILE (make one with `outrider fit`)")
+        table = load_ngrams(rest, target.tokenizer)
+        if table.vocab_size > target.vocab_size:
+            raise VocabularyMismatch(
+                f"{rest} was counted over {table.vocab_size} token ids, but {target.name} has only "
+                f"{target.vocab_size}; fit a table with this target"
+            )
+        return NgramDrafter(table)
+    from outrider.drafters.model import ModelDrafter
+
+    model = load_model(reference, engine=engine, dtype=dtype, device=device)
+    check_same_tokenizer(target, model)
+    return ModelDrafter(model, target_vocab_size=target.vocab_size)

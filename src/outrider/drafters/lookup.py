@@ -1,0 +1,135 @@
+"""Prompt lookup: propose what followed the last time the text read as it does now.
+
+The index is a suffix automaton over prompt and output, extended token by token (amortised constant
+time), so a round costs the same however long the prompt is, and the match found is the longest
+suffix of the text that occurred before, not one of a fixed length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.errors import UsageError
+from outrider.randomness import RoundNoise
+from outrider.sampling import History, SamplingPolicy
+from outrider.verification import Draft, Verdict
+
+__all__ = ["LookupDrafter", "SuffixIndex"]
+
+
+class SuffixIndex:
+    """The longest suffix of a growing sequence that occurred in it before.
+
+    A suffix automaton (Blumer et al. 1985): every state stands for the substrings that end at the
+    same set of places; its suffix link leads to the longest of its suffixes that ends at more of
+    them. For the whole text, that link is the longest suffix with an earlier occurrence.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]  # where the state's substrings ended, the last time it was noticed
+        self._whole = 0
+        self._match = (0, 0)
+
+    def append(self, token: int) -> None:
+        """Take one more token into the index."""
+        self.tokens.append(token)
+        end = len(self.tokens)
+        state = self._add_state({}, -1, end, end)
+        previous = self._whole
+        while previous >= 0 and token not in self._next[previous]:
+            self._next[previous][token] = state
+            previous = self._link[previous]
+        if previous < 0:
+            self._link[state] = 0
+        else:
+            found = self._next[previous][token]
+            if self._length[found] == self._length[previous] + 1:
+                self._link[state] = found
+            else:
+                self._link[state] = self._split(previous, token, found)
+        self._whole = state
+        longest = self._link[state]
+        self._match = (self._length[longest], self._end[longest]) if longest else (0, 0)
+        # The next time this very suffix ends the text, today's occurrence is the one to follow:
+        # what was said last is the likelier continuation.
+        self._end[longest] = end
+
+    def match(self) -> tuple[int, int]:
+        """(length, end): the longest suffix that occurred before, and where that occurrence ended.
+
+        `tokens[end]` is what followed it. Length 0 when the last token was never seen before.
+
+            tokens [5, 6, 7, 5, 6] -> (2, 2): the suffix [5, 6] ended at 2 before, then came 7
+        """
+        return self._match
+
+    def _split(self, previous: int, token: int, found: int) -> int:
+        clone = self._add_state(
+            dict(self._next[found]),
+            self._link[found],
+            self._length[previous] + 1,
+            self._end[found],
+        )
+        while previous >= 0 and self._next[previous].get(token) == found:
+            self._next[previous][token] = clone
+            previous = self._link[previous]
+        self._link[found] = clone
+        return clone
+
+    def _add_state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._link) - 1
+
+
+class LookupDrafter:
+    """Drafts the continuation of the longest earlier match; a point mass on each token.
+
+    Args:
+        min_match: tokens that must match; shorter matches draft nothing.
+    """
+
+    name = "lookup"
+    runs_model = False
+
+    def __init__(self, *, min_match: int = 2) -> None:
+        if min_match < 1:
+            raise UsageError(f"min_match must be 1 or more, not {min_match!r}")
+        self._min_match = min_match
+        self._indexes: dict[History, SuffixIndex] = {}
+
+    def propose(
+        self,
+        sequences: Sequence[History],
+        gammas: Sequence[int],
+        policies: Sequence[SamplingPolicy],
+        noise: Sequence[RoundNoise],
+    ) -> list[Draft]:
+        """Tokens copied from behind the match; when it runs into the end, it goes round."""
+        drafts = []
+        for sequence, gamma in zip(sequences, gammas, strict=True):
+            index = self._indexes.setdefault(sequence, SuffixIndex())
+            for token in sequence.tokens[len(index.tokens) :]:
+                index.append(token)
+            length, end = index.match()
+            drawn: list[int] = []
+            if length >= self._min_match:
+                # A match may overlap the end (a text that repeats itself): behind the last token
+                # the copy goes on with what it has copied.
+                period = len(index.tokens) - end
+                drawn = [index.tokens[end + i % period] for i in range(gamma)]
+            drafts.append(Draft(drawn))
+        return drafts
+
+    def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
+        """Nothing to learn: the index reads the emitted tokens at the next proposal."""
+
+    def release(self, sequence: History) -> None:
+        """Forget the request's index."""
+        self._indexes.pop(sequence, None)

@@ -1,0 +1,103 @@
+"""Drafting with a smaller language model that has a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.randomness import RoundNoise
+from outrider.sampling import History, SamplingPolicy
+from outrider.verification import Draft, Verdict
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Proposes what a smaller model of the same tokenizer would say.
+
+    Before each proposal the model is fed whatever it has not seen of the committed tokens, so the
+    last token of a fully accepted draft needs no special case. Where the model's context ends, or a
+    token is beyond its vocabulary, drafts become shorter or empty; decoding goes on without them.
+
+    Args:
+        model: the drafting model.
+        target_vocab_size: V of the target. Laws are cut or padded with zeros to this width; ids
+            the target does not have are never drafted.
+    """
+
+    runs_model = True
+
+    def __init__(self, model: Model, *, target_vocab_size: int) -> None:
+        self.name = model.name
+        self.model = model
+        self._target_vocab_size = target_vocab_size
+        self._shared_vocab_size = min(model.vocab_size, target_vocab_size)
+        self._cached: dict[History, CachedSequence] = {}
+        self._foreign: dict[History, int] = {}  # how far each history was searched for foreign ids
+
+    def propose(
+        self,
+        sequences: Sequence[History],
+        gammas: Sequence[int],
+        policies: Sequence[SamplingPolicy],
+        noise: Sequence[RoundNoise],
+    ) -> list[Draft]:
+        """Drafts drawn token by token, all sequences advancing together in one pass per token."""
+        limits = [
+            min(gamma, self._room(sequence))
+            for sequence, gamma in zip(sequences, gammas, strict=True)
+        ]
+        tokens: list[list[int]] = [[] for _ in sequences]
+        laws: list[list[Tensor]] = [[] for _ in sequences]
+        for step in range(max(limits, default=0)):
+            active = [i for i, limit in enumerate(limits) if limit > step]
+            logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
+            for i, row in zip(active, logits[:, : self._shared_vocab_size], strict=True):
+                law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
+                one_hot = policies[i].is_greedy
+                tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
+                laws[i].append(law)
+        return [
+            Draft(drawn, None if policy.is_greedy or not drawn else self._padded(rows))
+            for drawn, rows, policy in zip(tokens, laws, policies, strict=True)
+        ]
+
+    def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
+        """Roll the caches back to the tokens that stand."""
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            cached = self._cached.get(sequence)
+            if cached is not None:
+                # Of the emitted tokens the last one is the target's own and was never fed here.
+                kept = len(sequence) - 1
+                cached.rollback(min(cached.length, kept))
+
+    def release(self, sequence: History) -> None:
+        """Close the request's cache."""
+        self._foreign.pop(sequence, None)
+        cached = self._cached.pop(sequence, None)
+        if cached is not None:
+            cached.close()
+
+    def _feed(self, sequence: History, drawn: list[int]) -> Feed:
+        cached = self._cached.get(sequence)
+        if cached is None:
+            cached = self._cached[sequence] = self.model.start(Prompt(sequence.tokens))
+        unseen = [*sequence.tokens[cached.length :], *drawn[max(0, cached.length - len(sequence)) :]]
+        return Feed(cached, unseen, 1)
+
+    def _room(self, sequence: History) -> int:
+        """Most tokens that can be drafted: drawing the k-th needs all before it in the context."""
+        searched = self._foreign.get(sequence, 0)
+        if any(token >= self.model.vocab_size for token in sequence.tokens[searched:]):
+            return 0
+        self._foreign[sequence] = len(sequence)
+        return max(0, self.model.context_length - len(sequence) + 1)
+
+    def _padded(self, laws: list[Tensor]) -> Tensor:
+        """[gamma, V of the target]: ids beyond the drafter's vocabulary have q = 0."""
+        q = torch.stack(laws)
+        missing = self._target_vocab_size - q.shape[1]
+        return torch.nn.functional.pad(q, (0, missing)) if missing else q

