@@ -36,7 +36,7 @@ __all__ = ["Engine"]
 
 
 class _Active:
-    """A request on its way: its history, its place in the target's cache, and what it has so far."""
+    """A request on its way: its history, its cached sequence, and what it has so far."""
 
     def __init__(self, request_id: int, request: Request, target: Model, drafter: str) -> None:
         self.id = request_id
@@ -106,7 +106,9 @@ class Engine:
         max_batch: most requests in one round; further ones wait.
     """
 
-    def __init__(self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32) -> None:
+    def __init__(
+        self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32
+    ) -> None:
         if max_batch < 1:
             raise UsageError(f"max_batch must be 1 or more, not {max_batch!r}")
         self.target = target
@@ -252,7 +254,7 @@ class Engine:
     def _settle(
         self, item: _Active, draft: Draft, logits: Tensor, noise: RoundNoise
     ) -> tuple[Event, Verdict | None]:
-        """Verify one request's draft and commit what stands; no verdict if the request has ended."""
+        """Verify a request's draft and commit what stands; no verdict if the request has ended."""
         try:
             p = item.request.policy.probs(logits, item.history, draft.tokens)
             verdict = item.rule(p, draft, noise)

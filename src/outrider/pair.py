@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypedDict, Unpack, cast, overload
 
 from outrider.decoding import Engine
@@ -15,7 +15,7 @@ from outrider.requests import Event, Request, Result
 from outrider.sampling import LogitsProcessor, SamplingPolicy
 from outrider.text import Message
 
-__all__ = ["Pair", "PromptLike", "Settings", "load"]
+__all__ = ["Pair", "PromptLike", "Settings", "check_settings", "load"]
 
 PromptLike = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
@@ -68,7 +68,9 @@ class Pair:
         max_batch: most requests decoded side by side.
     """
 
-    def __init__(self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32) -> None:
+    def __init__(
+        self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32
+    ) -> None:
         self.target = target
         self.drafter = drafter
         self.max_batch = max_batch
@@ -79,18 +81,9 @@ class Pair:
         Raises:
             UsageError: an unknown setting, a value out of range, or an empty prompt.
         """
-        given: dict[str, object] = dict(settings)
+        draft = check_settings(settings)
         system, raw = settings.get("system"), settings.get("raw", False)
-        unknown = sorted(set(given) - _POLICY_FIELDS - _REQUEST_FIELDS - {"system", "raw"})
-        if unknown:
-            known = ", ".join(sorted(Settings.__annotations__))
-            raise UsageError(f"unknown setting {unknown[0]!r}; the settings are {known}")
-        policy = SamplingPolicy(**_chosen(given, _POLICY_FIELDS))  # type: ignore[arg-type]
-        request = Request(
-            self.encode(prompt, system=system, raw=raw),
-            policy,
-            **_chosen(given, _REQUEST_FIELDS),  # type: ignore[arg-type]
-        )
+        request = replace(draft, prompt=self.encode(prompt, system=system, raw=raw))
         request.check(self.target)
         return request
 
@@ -177,6 +170,23 @@ def load(
     model = load_model(target, engine=engine, dtype=dtype, device=device)
     proposer = make_drafter(drafter, model, engine=engine, dtype=dtype, device=device)
     return Pair(model, proposer, max_batch=max_batch)
+
+
+def check_settings(settings: Settings) -> Request:
+    """A request with these settings and no prompt yet.
+
+    Raises:
+        UsageError: an unknown setting, or a value that no model could serve.
+    """
+    given: dict[str, object] = dict(settings)
+    unknown = sorted(set(given) - _POLICY_FIELDS - _REQUEST_FIELDS - {"system", "raw"})
+    if unknown:
+        known = ", ".join(sorted(Settings.__annotations__))
+        raise UsageError(f"unknown setting {unknown[0]!r}; the settings are {known}")
+    policy = SamplingPolicy(**_chosen(given, _POLICY_FIELDS))  # type: ignore[arg-type]
+    request = Request((), policy, **_chosen(given, _REQUEST_FIELDS))  # type: ignore[arg-type]
+    request.check_settings()
+    return request
 
 
 def _chosen(given: Mapping[str, object], names: set[str]) -> dict[str, object]:

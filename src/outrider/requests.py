@@ -1,8 +1,8 @@
-"""What goes into decoding and what comes out: requests, results, statistics, the trace of rounds."""
+"""What goes into decoding and what comes out: requests, results, statistics, traces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, NamedTuple
 
@@ -53,6 +53,20 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    def check_settings(self) -> None:
+        """Refuse what no target could serve; raises UsageError with what was expected."""
+        rule(self.rule)
+        _check_count("max_new_tokens", self.max_new_tokens, 1, None)
+        _check_count("gamma", self.gamma, 0, None)
+        if self.seed is not None:
+            _check_count("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_count("logprobs", self.logprobs, 0, None)
+        if isinstance(self.stop, str):
+            raise UsageError("stop must be a sequence of strings, not one string")
+        if any(not isinstance(stop, str) or not stop for stop in self.stop):
+            raise UsageError(f"stop strings must not be empty, got {list(self.stop)!r}")
+
     def check(self, target: Model) -> None:
         """Refuse what `target` cannot serve, before anything is run.
 
@@ -60,31 +74,20 @@ class Request:
             UsageError: a setting out of range, with what was expected.
             ContextOverflow: the prompt leaves no room for a new token.
         """
-        rule(self.rule)
+        self.check_settings()
         self.policy.check_vocabulary(target.vocab_size)
+        _check_ids("prompt", self.prompt, target)
+        _check_ids("stop_ids", self.stop_ids, target)
         if len(self.prompt) == 0:
             raise UsageError("the prompt is empty; pass at least one token")
-        foreign = [token for token in self.prompt if not 0 <= token < target.vocab_size]
-        if foreign:
-            raise UsageError(
-                f"prompt token {foreign[0]} is outside the vocabulary; ids of {target.name} run "
-                f"from 0 to {target.vocab_size - 1}"
-            )
         if len(self.prompt) >= target.context_length:
             raise ContextOverflow(
                 f"the prompt has {len(self.prompt)} tokens; {target.name} has a context of "
                 f"{target.context_length} and needs room for at least one more: shorten the prompt"
             )
-        _check_count("max_new_tokens", self.max_new_tokens, 1, None)
         _check_count("gamma", self.gamma, 0, target.context_length - 1)
-        if self.seed is not None:
-            _check_count("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_count("logprobs", self.logprobs, 0, target.vocab_size)
-        if isinstance(self.stop, str):
-            raise UsageError("stop must be a sequence of strings, not one string")
-        if any(not isinstance(stop, str) or not stop for stop in self.stop):
-            raise UsageError(f"stop strings must not be empty, got {list(self.stop)!r}")
         if self.stop and target.tokenizer is None:
             raise UsageError(f"stop strings need a tokenizer, and {target.name} has none")
 
@@ -233,6 +236,15 @@ class Event(NamedTuple):
     text: str
     token_ids: list[int]
     result: Result | None
+
+
+def _check_ids(name: str, ids: Iterable[int], target: Model) -> None:
+    for token in ids:
+        if not 0 <= token < target.vocab_size:
+            raise UsageError(
+                f"{name}: token id {token} is outside the vocabulary; ids of {target.name} run "
+                f"from 0 to {target.vocab_size - 1}"
+            )
 
 
 def _check_count(name: str, value: int, low: int, high: int | None) -> None:

@@ -170,7 +170,7 @@ class SamplingPolicy:
         return self._filter(scores.softmax(-1))
 
     def _process(self, scores: Tensor, history: History, drafted: Sequence[int]) -> Tensor:
-        """The logits after biases, penalties, bans and processors; `scores` itself if none apply."""
+        """Logits after biases, penalties, bans and processors; `scores` itself if none apply."""
         num_rows, vocab_size = scores.shape
         first = len(drafted) - (num_rows - 1)  # drafted tokens in front of row 0
         num_emitted = len(history) - history.prompt_length
@@ -195,13 +195,13 @@ class SamplingPolicy:
         for row in range(num_rows):
             prefix = drafted[: first + row]
             if repeating:
-                ids = np.unique([*history.tokens, *prefix])
-                _penalise_repetition(scores[row], ids, self.repetition_penalty)
+                seen = np.unique([*history.tokens, *prefix])
+                _penalise_repetition(scores[row], seen, self.repetition_penalty)
             if counting:
-                ids, counts = np.unique([*history.output, *prefix], return_counts=True)
+                used, counts = np.unique([*history.output, *prefix], return_counts=True)
                 penalty = self.presence_penalty + self.frequency_penalty * counts
-                keep = ids < vocab_size
-                where = torch.as_tensor(ids[keep].astype(np.int64), device=scores.device)
+                keep = used < vocab_size
+                where = torch.as_tensor(used[keep].astype(np.int64), device=scores.device)
                 scores[row, where] -= torch.as_tensor(penalty[keep]).to(scores)
             if num_emitted + len(prefix) < self.min_new_tokens:
                 scores[row, [token for token in history.end_ids if token < vocab_size]] = -math.inf
@@ -230,7 +230,8 @@ class SamplingPolicy:
             entropy = torch.special.entr(p).sum(-1, keepdim=True)
             distance = (information - entropy).abs_()
             border = [
-                -_border(far, row, self.typical_p, 1.0) for far, row in zip(distance, p, strict=True)
+                -_border(far, row, self.typical_p, 1.0)
+                for far, row in zip(distance, p, strict=True)
             ]
             p = _keep(p, -distance, torch.stack(border))
         return p

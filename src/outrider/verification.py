@@ -26,7 +26,17 @@ from torch import Tensor
 
 from outrider.errors import UsageError
 
-__all__ = ["RULES", "Draft", "Rule", "RuleNoise", "Verdict", "block", "coupled", "rejection", "rule"]
+__all__ = [
+    "RULES",
+    "Draft",
+    "Rule",
+    "RuleNoise",
+    "Verdict",
+    "block",
+    "coupled",
+    "rejection",
+    "rule",
+]
 
 
 class Draft(NamedTuple):
@@ -68,7 +78,7 @@ Rule = Callable[[Tensor, Draft, RuleNoise], Verdict]
 
 
 def rejection(p: Tensor, draft: Draft, noise: RuleNoise) -> Verdict:
-    """The verdict of Algorithm 1 (Leviathan et al. 2023): keep token i with probability min(1, p/q).
+    """The verdict of Algorithm 1 (Leviathan et al. 2023): keep token i with min(1, p/q).
 
     The first token refused ends the draft and is replaced by one from norm(max(0, p - q)); a draft
     kept whole is followed by a token from the last row of p.

@@ -67,7 +67,7 @@ class ModelDrafter:
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
         """Roll the caches back to the tokens that stand."""
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
+        for sequence in sequences:
             cached = self._cached.get(sequence)
             if cached is not None:
                 # Of the emitted tokens the last one is the target's own and was never fed here.
@@ -85,7 +85,10 @@ class ModelDrafter:
         cached = self._cached.get(sequence)
         if cached is None:
             cached = self._cached[sequence] = self.model.start(Prompt(sequence.tokens))
-        unseen = [*sequence.tokens[cached.length :], *drawn[max(0, cached.length - len(sequence)) :]]
+        unseen = [
+            *sequence.tokens[cached.length :],
+            *drawn[max(0, cached.length - len(sequence)) :],
+        ]
         return Feed(cached, unseen, 1)
 
     def _room(self, sequence: History) -> int:

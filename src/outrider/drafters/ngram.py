@@ -60,9 +60,10 @@ class NgramTable:
         return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table to one file; a file already there is replaced as a whole or not at all."""
-        arrays = {f"contexts{i}": array for i, array in enumerate(self.contexts)}
-        arrays |= {f"tokens{i}": array for i, array in enumerate(self.tokens)}
+        """Write the table to one file; one already there is replaced as a whole or not at all."""
+        arrays: dict[str, np.ndarray] = {}
+        for i, (contexts, tokens) in enumerate(zip(self.contexts, self.tokens, strict=True)):
+            arrays |= {f"contexts{i}": contexts, f"tokens{i}": tokens}
         place = Path(path)
         with tempfile.NamedTemporaryFile(dir=place.parent, suffix=".part", delete=False) as file:
             np.savez_compressed(

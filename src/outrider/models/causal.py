@@ -4,8 +4,8 @@
 first `length` columns. Rolling back is setting `length`; a pass writes behind it.
 
 *Ragged batch.* The tokens of all feeds are laid end to end in one row of a single forward pass, so
-no position is padding. Only attention looks at one sequence at a time: transformers lets us register
-an attention function, and there each segment of the row meets the keys of its own sequence. The
+no position is padding. Only attention looks at one sequence at a time: transformers lets us
+register an attention function, and there each segment of the row meets its own sequence's keys. The
 masks come from the model's own mask functions, evaluated per segment, so that full, sliding-window
 and chunked attention are all served from complete buffers, where a rollback is exact.
 
@@ -25,8 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PretrainedConfig
-from transformers import PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import causal_mask_function
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -125,7 +130,7 @@ class _RowMask(NamedTuple):
     masks: Sequence[Tensor | None]
 
 
-class _PassCache(Cache):
+class _PassCache(Cache):  # type: ignore[misc]
     """The cache object of one forward pass, as transformers wants it.
 
     With `ragged`, keys and values come back as lists with one view per segment, for our attention
@@ -137,8 +142,13 @@ class _PassCache(Cache):
         self._segments = segments
         self._ragged = ragged
 
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[list[Tensor], list[Tensor]] | tuple[Tensor, Tensor]:
         views = [
             sequence.write(layer_idx, key_states[:, :, start:stop], value_states[:, :, start:stop])
@@ -310,7 +320,10 @@ class CausalModel:
 
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:
         """One forward pass over the feeds laid end to end; nothing is counted as cached yet."""
-        segments, tokens, positions, kept = [], [], [], []
+        segments: list[_Segment] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        kept: list[int] = []
         for sequence, new, keep in feeds:
             assert isinstance(sequence, CausalSequence)
             assert 1 <= keep <= len(new), (keep, len(new))
@@ -369,8 +382,8 @@ class CausalModel:
             ) from error
         if difference > self._tolerance:
             raise UnsupportedModel(
-                f"{self.name}: {self._module.config.model_type} gives other logits after a rollback "
-                f"(relative difference {difference:.1e}); it cannot be served exactly"
+                f"{self.name}: {self._module.config.model_type} gives other logits after a "
+                f"rollback (relative difference {difference:.1e}); it cannot be served exactly"
             )
         self.notices.append(f"{self.name}: sequences of a batch run one after another ({reason})")
         return False
@@ -481,7 +494,7 @@ def load_causal(reference: str, *, dtype: Dtype = "auto", device: str = "auto") 
     module = load_weights(checkpoint, precision)
     tokenizer = load_tokenizer(checkpoint)
     return CausalModel(
-        module.to(place),  # type: ignore[arg-type]
+        module.to(place),
         name=reference,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(module, None if tokenizer is None else tokenizer.eos_id),
@@ -489,7 +502,7 @@ def load_causal(reference: str, *, dtype: Dtype = "auto", device: str = "auto") 
 
 
 def _eos_ids(module: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
-    """End-of-text ids: the generation settings' word, else the configuration's, else the tokenizer's."""
+    """End-of-text ids of the generation settings, else the configuration, else the tokenizer."""
     for source in (module.generation_config, module.config):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

@@ -186,7 +186,9 @@ class HuggingFaceTokenizer:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise whatever their author liked
-            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+            raise UsageError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
         # The template writes the opening tokens itself: adding them again would double the BOS.
         return self.encode(str(text), special=False)
 
@@ -209,7 +211,9 @@ class HuggingFaceTokenizer:
         return strings
 
 
-def _imported(file: Path, name: str, dtype: torch.dtype, notify: Callable[[str], None]) -> Checkpoint:
+def _imported(
+    file: Path, name: str, dtype: torch.dtype, notify: Callable[[str], None]
+) -> Checkpoint:
     """The cached folder of a `.gguf` file, made now if it is missing or broken."""
     precision = str(dtype).removeprefix("torch.")
     folder = cache_folder() / "models" / f"{file.stem}-{precision}-{_fingerprint(file)}"

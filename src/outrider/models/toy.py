@@ -81,7 +81,7 @@ class ToyModel:
 
     def score(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [sum of keep, V] after the last `keep` tokens of every feed."""
-        rows = []
+        rows: list[Tensor] = []
         for sequence, tokens, keep in feeds:
             assert isinstance(sequence, ToySequence)
             assert 1 <= keep <= len(tokens), (keep, len(tokens))
@@ -101,14 +101,14 @@ def hashed_law(vocab_size: int, seed: int, *, order: int = 2, sharpness: float =
         order: how many tokens the law looks back.
         sharpness: standard deviation of the logits; larger is closer to deterministic.
     """
-    rows: dict[tuple[int, ...], Tensor] = {}
+    known: dict[tuple[int, ...], Tensor] = {}
 
     def law(prefix: Sequence[int]) -> Tensor:
         key = tuple(prefix[-order:]) if order else ()
-        if key not in rows:
+        if key not in known:
             generator = np.random.default_rng([seed, *key])
-            rows[key] = torch.from_numpy(generator.normal(scale=sharpness, size=vocab_size))
-        return rows[key]
+            known[key] = torch.from_numpy(generator.normal(scale=sharpness, size=vocab_size))
+        return known[key]
 
     return law
 

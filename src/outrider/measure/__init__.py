@@ -1,0 +1,1 @@
+"""Looking at what decoding did: traces of rounds, and speculation beside plain decoding."""

@@ -1,0 +1,69 @@
+"""Speculative and plain decoding of the same request, run by turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from outrider.decoding import Engine
+from outrider.errors import UsageError
+from outrider.pair import Pair
+from outrider.requests import Request, Result
+
+__all__ = ["Comparison", "compare_with_plain"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What speculation changed: the time, and nothing else.
+
+    Attributes:
+        speculative, plain: the results of the last turn.
+        speedups: plain time / speculative time of every turn, per token.
+        must_agree: whether the two texts have to be the same (greedy, or the `coupled` rule);
+            otherwise only their laws are.
+    """
+
+    speculative: Result
+    plain: Result
+    speedups: tuple[float, ...]
+    must_agree: bool
+
+    @property
+    def speedup(self) -> float:
+        """The median of `speedups`."""
+        return statistics.median(self.speedups)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two outputs are the same, token for token."""
+        return self.speculative.token_ids == self.plain.token_ids
+
+
+def compare_with_plain(
+    pair: Pair, request: Request, *, repeats: int = 3, progress: Callable[[int], None] | None = None
+) -> Comparison:
+    """Run `request` with and without speculation by turns, after one warm-up of a few tokens.
+
+    Args:
+        pair: target and drafter.
+        request: what to run; its seed is fixed for all runs.
+        repeats: how many turns.
+        progress: told the number of finished turns.
+    """
+    if repeats < 1:
+        raise UsageError(f"repeats must be 1 or more, not {repeats!r}")
+    plain_request = replace(request, gamma=0)
+    engine = Engine(pair.target, pair.drafter)
+    engine.generate([replace(request, max_new_tokens=min(4, request.max_new_tokens))])
+    speedups = []
+    for turn in range(repeats):
+        [plain] = engine.generate([plain_request])
+        [speculative] = engine.generate([request])
+        plain_s = plain.stats.wall_s / plain.stats.num_tokens
+        speedups.append(plain_s / (speculative.stats.wall_s / speculative.stats.num_tokens))
+        if progress is not None:
+            progress(turn + 1)
+    must_agree = request.policy.is_greedy or request.rule == "coupled"
+    return Comparison(speculative, plain, tuple(speedups), must_agree)
