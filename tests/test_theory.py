@@ -24,6 +24,7 @@ Laws = tuple[list[float], list[float]]
 alphas = st.floats(0.0, 1.0) | st.integers(0, 1000).map(lambda k: 1.0 - k * 2.0**-53)
 gammas = st.integers(0, 40)
 ratios = st.floats(0.0, 2.0)
+unhurried = settings(deadline=None)  # a loaded machine is no failure
 
 
 @st.composite
@@ -192,12 +193,14 @@ def test_accepted_over_drafted_stays_below_alpha_as_printed() -> None:
 # Two laws at one position
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_d_lk_is_one_minus_the_shared_mass(laws: Laws) -> None:
     p, q = laws
     assert close(theory.d_lk(p, q), 1.0 - sum(map(min, p, q)))
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_d_lk_is_the_distance_of_both_laws_from_their_middle(laws: Laws) -> None:
     p, q = laws
@@ -206,6 +209,7 @@ def test_d_lk_is_the_distance_of_both_laws_from_their_middle(laws: Laws) -> None
         assert close(theory.d_lk(p, q), sum(abs(a - m) for a, m in zip(law, middle, strict=True)))
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_d_lk_is_symmetric_and_within_zero_and_one(laws: Laws) -> None:
     p, q = laws
@@ -213,6 +217,7 @@ def test_d_lk_is_symmetric_and_within_zero_and_one(laws: Laws) -> None:
     assert 0.0 <= theory.d_lk(p, q) <= 1.0
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_d_lk_is_zero_only_for_equal_laws(laws: Laws) -> None:
     p, q = laws
@@ -224,6 +229,7 @@ def test_d_lk_is_one_for_laws_that_share_no_token() -> None:
     assert theory.d_lk([0.25, 0.75, 0.0], [0.0, 0.0, 1.0]) == 1.0
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_beta_is_one_minus_d_lk(laws: Laws) -> None:
     assert close(theory.beta(*laws), 1.0 - theory.d_lk(*laws))
@@ -238,6 +244,7 @@ def test_alpha_is_the_mean_of_beta_over_positions() -> None:
     assert close(theory.alpha_from_pairs(iter(pairs)), 1.25 / 3)
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_plain_rejection_is_the_least_ratio_and_never_keeps_more_than_beta(laws: Laws) -> None:
     p, q = laws
@@ -258,6 +265,7 @@ def test_rows_rounded_to_a_little_over_one_give_probabilities() -> None:
 # Shared Gumbel noise
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_gumbel_match_lies_between_its_bound_and_beta(laws: Laws) -> None:
     match = theory.gumbel_match_probability(*laws)
@@ -267,6 +275,7 @@ def test_gumbel_match_lies_between_its_bound_and_beta(laws: Laws) -> None:
     assert theory.gumbel_match_lower_bound(*laws) - 1e-12 <= match <= 1.0 - tv + 1e-12
 
 
+@unhurried
 @given(pairs_of_laws())
 def test_gumbel_match_is_the_double_sum_over_tokens(laws: Laws) -> None:
     tokens = [token for token in zip(*laws, strict=True) if max(token) > 0]
@@ -320,6 +329,7 @@ def test_gumbel_match_of_a_real_vocabulary_needs_no_square_of_it() -> None:
 # Rounds
 
 
+@unhurried
 @given(alphas, gammas)
 @example(1.0, 7)
 @example(0.0, 7)
@@ -334,6 +344,7 @@ def test_a_round_with_alpha_one_emits_the_whole_draft_and_one_more() -> None:
     assert theory.expected_tokens_per_round(1.0, 7) == 8.0
 
 
+@unhurried
 @given(alphas, gammas)
 def test_no_draft_length_beats_the_oracle(alpha: float, gamma: int) -> None:
     tokens = theory.expected_tokens_per_round(alpha, gamma)
@@ -344,6 +355,7 @@ def test_the_oracle_never_stops_when_every_draft_is_accepted() -> None:
     assert theory.oracle_tokens_per_round(1.0) == math.inf
 
 
+@unhurried
 @given(alphas, st.integers(1, 40))
 def test_accepted_fraction_is_tokens_per_round_less_one_over_gamma(
     alpha: float, gamma: int
@@ -357,18 +369,21 @@ def test_a_tiny_accepted_fraction_keeps_its_digits() -> None:
     assert theory.expected_accepted_fraction(1e-30, 4) == 2.5e-31
 
 
+@unhurried
 @given(alphas, gammas, ratios)
 def test_walltime_improvement_is_theorem_3_8(alpha: float, gamma: int, c: float) -> None:
     exact = float(exact_tokens(alpha, gamma) / (gamma * Fraction(c) + 1))
     assert close(theory.walltime_improvement(alpha, gamma, c), exact)
 
 
+@unhurried
 @given(alphas, gammas, ratios)
 def test_operations_factor_is_theorem_3_11(alpha: float, gamma: int, c_hat: float) -> None:
     exact = float((gamma * Fraction(c_hat) + gamma + 1) / exact_tokens(alpha, gamma))
     assert close(theory.operations_factor(alpha, gamma, c_hat), exact)
 
 
+@unhurried
 @given(alphas, ratios)
 def test_a_round_without_drafts_changes_nothing(alpha: float, ratio: float) -> None:
     assert close(theory.walltime_improvement(alpha, 0, ratio), 1.0)
@@ -376,6 +391,7 @@ def test_a_round_without_drafts_changes_nothing(alpha: float, ratio: float) -> N
     assert close(theory.memory_reads_factor(alpha, 0), 1.0)
 
 
+@unhurried
 @given(alphas, gammas)
 def test_memory_reads_fall_by_the_tokens_of_a_round(alpha: float, gamma: int) -> None:
     reads = theory.memory_reads_factor(alpha, gamma)
@@ -396,6 +412,7 @@ def test_numbers_of_numpy_count_as_numbers() -> None:
 # Choosing gamma
 
 
+@unhurried
 @given(alphas, ratios)
 @example(0.5, 0.5)
 def test_corollary_3_9_holds_in_both_directions(alpha: float, c: float) -> None:
@@ -411,7 +428,7 @@ def test_corollary_3_9_holds_in_both_directions(alpha: float, c: float) -> None:
         assert all(theory.walltime_improvement(alpha, g, c) <= 1.0 + 1e-12 for g in range(50))
 
 
-@settings(deadline=None)
+@unhurried
 @given(st.integers(0, 960), st.integers(20, 1500))
 @example(512, 512)
 @example(960, 20)

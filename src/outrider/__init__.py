@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.errors import ContextOverflow as ContextOverflow
     from outrider.errors import GenerationError as GenerationError
     from outrider.errors import ModelNotFound as ModelNotFound
+    from outrider.errors import NothingToDraw as NothingToDraw
     from outrider.errors import NumericalError as NumericalError
     from outrider.errors import OutriderError as OutriderError
     from outrider.errors import UnsupportedModel as UnsupportedModel
@@ -45,6 +46,7 @@ _HOME = {
     "ContextOverflow": "errors",
     "GenerationError": "errors",
     "ModelNotFound": "errors",
+    "NothingToDraw": "errors",
     "NumericalError": "errors",
     "OutriderError": "errors",
     "UnsupportedModel": "errors",

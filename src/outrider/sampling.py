@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import NumericalError, UsageError
+from outrider.errors import NothingToDraw, NumericalError, UsageError
 
 __all__ = ["History", "LogitsProcessor", "SamplingPolicy"]
 
@@ -154,7 +154,7 @@ class SamplingPolicy:
 
         Raises:
             NumericalError: a row with NaN, +infinity, or nothing but -infinity.
-            UsageError: the policy leaves a row without any token.
+            NothingToDraw: the policy leaves a row without any token.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         peak = _finite_peak(scores, "the model's logits")
@@ -292,7 +292,7 @@ def _finite_peak(scores: Tensor, whose: str) -> Tensor:
 def _peak_left(scores: Tensor) -> Tensor:
     peak = scores.amax(-1)
     if bool((peak == -math.inf).any()):
-        raise UsageError(
+        raise NothingToDraw(
             "the sampling settings leave no token to draw: every one is banned; "
             "allow at least one token at each position"
         )

@@ -386,9 +386,7 @@ def _longer_helps(alpha: float, gamma: int, c: float) -> bool:
     # at gamma = 0.
     precision = 20
     while True:
-        with decimal.localcontext(
-            decimal.Context(prec=precision, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
-        ):
+        with decimal.localcontext(decimal.Context(prec=precision)):
             a, ratio = Decimal(alpha), Decimal(c)
             gain = a ** (gamma + 1) * ((1 - a) * (1 + gamma * ratio) + ratio)
             if abs(gain - ratio) > ratio.scaleb(5 - precision):

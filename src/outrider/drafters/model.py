@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from outrider.errors import NothingToDraw
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
@@ -24,8 +26,8 @@ class ModelDrafter:
 
     Args:
         model: the drafting model.
-        target_vocab_size: V of the target. Laws are cut or padded with zeros to this width; ids
-            the target does not have are never drafted.
+        target_vocab_size: V of the target. Logits are cut or padded with -infinity to this width:
+            ids that only one of the two has are never drafted, and processors see the target's V.
     """
 
     runs_model = True
@@ -34,7 +36,6 @@ class ModelDrafter:
         self.name = model.name
         self.model = model
         self._target_vocab_size = target_vocab_size
-        self._shared_vocab_size = min(model.vocab_size, target_vocab_size)
         self._cached: dict[History, CachedSequence] = {}
         self._foreign: dict[History, int] = {}  # how far each history was searched for foreign ids
 
@@ -54,14 +55,20 @@ class ModelDrafter:
         laws: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(max(limits, default=0)):
             active = [i for i, limit in enumerate(limits) if limit > step]
+            if not active:
+                break
             logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
-            for i, row in zip(active, logits[:, : self._shared_vocab_size], strict=True):
-                law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
+            for i, row in zip(active, self._widened(logits), strict=True):
+                try:
+                    law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
+                except NothingToDraw:  # what the policy allows, this vocabulary does not have
+                    limits[i] = step
+                    continue
                 one_hot = policies[i].is_greedy
                 tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
                 laws[i].append(law)
         return [
-            Draft(drawn, None if policy.is_greedy or not drawn else self._padded(rows))
+            Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows))
             for drawn, rows, policy in zip(tokens, laws, policies, strict=True)
         ]
 
@@ -99,8 +106,9 @@ class ModelDrafter:
         self._foreign[sequence] = len(sequence)
         return max(0, self.model.context_length - len(sequence) + 1)
 
-    def _padded(self, laws: list[Tensor]) -> Tensor:
-        """[gamma, V of the target]: ids beyond the drafter's vocabulary have q = 0."""
-        q = torch.stack(laws)
-        missing = self._target_vocab_size - q.shape[1]
-        return torch.nn.functional.pad(q, (0, missing)) if missing else q
+    def _widened(self, logits: Tensor) -> Tensor:
+        """[n, V of the drafter] -> [n, V of the target]."""
+        missing = self._target_vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+        return logits[:, : self._target_vocab_size]

@@ -1,0 +1,152 @@
+"""Drafters for proofs only: random, hostile, and two that break the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from outrider.randomness import RoundNoise
+from outrider.sampling import History, SamplingPolicy
+from outrider.verification import Draft, Verdict
+from torch import Tensor
+
+Law = Callable[[Sequence[int]], Tensor]
+
+
+class TestDrafter:
+    """Common ground: nothing to learn, nothing to forget."""
+
+    name = "test"
+    runs_model = False
+    __test__ = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(
+        self,
+        sequences: Sequence[History],
+        gammas: Sequence[int],
+        policies: Sequence[SamplingPolicy],
+        noise: Sequence[RoundNoise],
+    ) -> list[Draft]:
+        return [
+            self.one(sequence, gamma, policy, dice)
+            for sequence, gamma, policy, dice in zip(
+                sequences, gammas, policies, noise, strict=True
+            )
+        ]
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        raise NotImplementedError
+
+    def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None: ...
+
+    def release(self, sequence: History) -> None: ...
+
+
+class UniformDrafter(TestDrafter):
+    """Every token is equally likely, whatever the text and the policy."""
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        q = torch.full((gamma, self.vocab_size), 1 / self.vocab_size, dtype=torch.float64)
+        return Draft([noise.draft(i, q[i]) for i in range(gamma)], q)
+
+
+class HostileDrafter(TestDrafter):
+    """Always the token that the target thinks least of, as a point mass."""
+
+    def __init__(self, vocab_size: int, law: Law) -> None:
+        super().__init__(vocab_size)
+        self.law = law
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        for _ in range(gamma):
+            tokens.append(int(self.law([*sequence.tokens, *tokens]).argmin()))
+        return Draft(tokens)
+
+
+class StoppingDrafter(TestDrafter):
+    """Draws from a law of its own and stops after a token it finds odd, keeping that token.
+
+    Whether it stops depends on the tokens drawn: allowed, because nothing drawn is dropped.
+    """
+
+    def __init__(self, vocab_size: int, law: Law) -> None:
+        super().__init__(vocab_size)
+        self.law = law
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        while len(tokens) < gamma and not (tokens and tokens[-1] == 0):
+            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+            tokens.append(noise.draft(len(tokens), row))
+            rows.append(row)
+        return Draft(tokens, torch.stack(rows))
+
+
+class DroppingDrafter(StoppingDrafter):
+    """Breaks the contract: a drawn token of low confidence is thrown away."""
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        while len(tokens) < gamma:
+            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+            token = noise.draft(len(tokens), row)
+            if row[token] < 0.4:
+                break
+            tokens.append(token)
+            rows.append(row)
+        return Draft(tokens, torch.stack(rows) if rows else None)
+
+
+class UnfilteredDrafter(TestDrafter):
+    """Breaks the contract: draws from its filtered law, reports the unfiltered one as q."""
+
+    def __init__(self, vocab_size: int, law: Law) -> None:
+        super().__init__(vocab_size)
+        self.law = law
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        for i in range(gamma):
+            logits = self.law([*sequence.tokens, *tokens])
+            rows.append(logits.double().softmax(-1))
+            filtered = SamplingPolicy(temperature=1, top_k=2).probs(logits[None], sequence, tokens)
+            tokens.append(noise.draft(i, filtered[0]))
+        return Draft(tokens, torch.stack(rows))
+
+
+class SoftGreedyDrafter(TestDrafter):
+    """Breaks the contract: drafts the likeliest token, reports the whole law as q."""
+
+    def __init__(self, vocab_size: int, law: Law) -> None:
+        super().__init__(vocab_size)
+        self.law = law
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        for _ in range(gamma):
+            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+            tokens.append(int(row.argmax()))
+            rows.append(row)
+        return Draft(tokens, torch.stack(rows))

@@ -1,0 +1,247 @@
+"""Level 2: every draft and verdict of a round, with exact probabilities, against plain decoding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from itertools import count
+
+import pytest
+import torch
+from exact.controls import WRONG_RULES
+from exact.drafters import (
+    DroppingDrafter,
+    HostileDrafter,
+    SoftGreedyDrafter,
+    StoppingDrafter,
+    UnfilteredDrafter,
+    UniformDrafter,
+)
+from exact.exhaustive import (
+    ExhaustiveNoise,
+    Law,
+    Target,
+    Walk,
+    round_law,
+    total_variation,
+    walks,
+)
+from outrider import decoding
+from outrider.drafters import Drafter
+from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter, fit_ngrams
+from outrider.models.toy import ToyModel, hashed_law
+from outrider.randomness import Purpose
+from outrider.requests import Request
+from outrider.sampling import History, SamplingPolicy
+from outrider.verification import RULES
+
+SIZE = 3
+TARGET = hashed_law(SIZE, seed=11, order=3, sharpness=1.5)
+OTHER = hashed_law(SIZE, seed=12, order=2, sharpness=1.5)
+PROMPT = [0, 1, 2, 0, 1]
+EXACT = 1e-12
+
+
+def favour_even(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that depends on the length of the text."""
+    return scores + torch.tensor([0.7, -0.4, 0.1], dtype=scores.dtype) * (ids.shape[1] % 2)
+
+
+POLICIES = {
+    "greedy": SamplingPolicy(),
+    "temperature": SamplingPolicy(temperature=0.7),
+    "hot": SamplingPolicy(temperature=3.0),
+    "top_k": SamplingPolicy(temperature=1.0, top_k=2),
+    "top_p": SamplingPolicy(temperature=1.0, top_p=0.8),
+    "min_p": SamplingPolicy(temperature=1.0, min_p=0.3),
+    "typical_p": SamplingPolicy(temperature=1.0, typical_p=0.7),
+    "penalties": SamplingPolicy(
+        temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4
+    ),
+    "bias_and_ban": SamplingPolicy(temperature=1.0, logit_bias={0: 1.1}, banned_tokens=(1,)),
+    "minimum": SamplingPolicy(temperature=1.0, min_new_tokens=2),
+    "processor": SamplingPolicy(temperature=1.0, processors=(favour_even,)),
+    "everything": SamplingPolicy(
+        temperature=0.8,
+        top_k=2,
+        top_p=0.95,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        frequency_penalty=0.2,
+        min_new_tokens=1,
+        processors=(favour_even,),
+    ),
+}
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "model": lambda: ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE),
+    "small_vocabulary": lambda: ModelDrafter(
+        ToyModel(hashed_law(2, seed=5), 2), target_vocab_size=SIZE
+    ),
+    "itself": lambda: ModelDrafter(ToyModel(TARGET, SIZE), target_vocab_size=SIZE),
+    "lookup": LookupDrafter,
+    "ngram": lambda: NgramDrafter(
+        fit_ngrams([[0, 1, 2, 2, 1, 0, 0, 2]], order=3, vocab_size=SIZE)
+    ),
+    "uniform": lambda: UniformDrafter(SIZE),
+    "hostile": lambda: HostileDrafter(SIZE, TARGET),
+    "stopping": lambda: StoppingDrafter(SIZE, OTHER),
+}
+
+
+def prompt_for(name: str) -> list[int]:
+    # A token that the small drafter does not know would end its drafting.
+    return [0, 1, 1, 0, 1] if name == "small_vocabulary" else PROMPT
+
+
+def proposal(
+    make: Callable[[], Drafter], history: History, gamma: int, policy: SamplingPolicy
+) -> Callable[[ExhaustiveNoise], object]:
+    def propose(noise: ExhaustiveNoise) -> object:
+        drafter = make()
+        [draft] = drafter.propose([history], [gamma], [policy], [noise])  # type: ignore[list-item]
+        return draft
+
+    return propose
+
+
+def distance(rule: str, policy: str, drafter: str, gamma: int) -> float:
+    history = History(prompt_for(drafter), frozenset({2}))
+    target = Target(TARGET, POLICIES[policy])
+    propose = proposal(DRAFTERS[drafter], history, gamma, POLICIES[policy])
+    law = round_law(target, history, propose, RULES[rule], gamma, coupled=rule == "coupled")  # type: ignore[arg-type]
+    return total_variation(law, target.plain_law(history, gamma + 1))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_keeps_the_joint_law(rule: str, policy: str, drafter: str) -> None:
+    for gamma in (1, 2):
+        assert distance(rule, policy, drafter, gamma) < EXACT
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup", "stopping", "uniform"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_keeps_the_joint_law_for_long_drafts(rule: str, drafter: str) -> None:
+    assert distance(rule, "everything", drafter, 4) < EXACT
+    assert distance(rule, "temperature", drafter, 3) < EXACT
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_every_wrong_rule_is_caught(name: str) -> None:
+    gamma, policy = 2, POLICIES["temperature"]
+    history, target = History(PROMPT), Target(TARGET, policy)
+    propose = proposal(DRAFTERS["model"], history, gamma, policy)
+    law = round_law(target, history, propose, WRONG_RULES[name], gamma)  # type: ignore[arg-type]
+    assert total_variation(law, target.plain_law(history, gamma + 1)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("broken", [DroppingDrafter, UnfilteredDrafter, SoftGreedyDrafter])
+def test_every_drafter_that_breaks_the_contract_is_caught(
+    rule: str, broken: Callable[..., Drafter]
+) -> None:
+    gamma, policy = 2, SamplingPolicy(temperature=1.0)
+    history, target = History(PROMPT), Target(TARGET, policy)
+    propose = proposal(lambda: broken(SIZE, OTHER), history, gamma, policy)
+    law = round_law(target, history, propose, RULES[rule], gamma)  # type: ignore[arg-type]
+    assert total_variation(law, target.plain_law(history, gamma + 1)) > 1e-3
+
+
+def loop_law(
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    drafter: Callable[[], Drafter],
+    *,
+    num_tokens: int,
+    gamma: int,
+    size: int,
+    key: Callable[[Purpose, int, int], Hashable] = lambda *place: place,
+    policy: SamplingPolicy,
+) -> tuple[Law, Law]:
+    """The law of the real loop's output over several rounds, and that of plain decoding."""
+    target = hashed_law(size, seed=21, order=2, sharpness=1.2)
+    prompt = [0, 1, 0]
+    law: Law = defaultdict(float)
+
+    def run(walk: Walk) -> tuple[int, ...]:
+        class WalkedNoise:
+            def __init__(self, seed: int, *, coupled: bool = False) -> None:
+                self.coupled = coupled
+
+            def at(self, origin: int) -> ExhaustiveNoise:
+                return ExhaustiveNoise(walk, origin, coupled=self.coupled, key=key)
+
+        monkeypatch.setattr(decoding, "Noise", WalkedNoise)
+        engine = decoding.Engine(ToyModel(target, size), drafter())
+        request = Request(prompt, policy, max_new_tokens=num_tokens, gamma=gamma, rule=rule)
+        return tuple(engine.generate([request])[0].token_ids)
+
+    for tokens, walk in walks(run):
+        law[tokens] += walk.weight  # type: ignore[index]
+    return law, Target(target, policy).plain_law(History(prompt), num_tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["model", "lookup", "stopping"])
+def test_the_loop_keeps_the_law_over_several_rounds(
+    monkeypatch: pytest.MonkeyPatch, rule: str, kind: str
+) -> None:
+    drafter_law = hashed_law(2, seed=22, sharpness=1.0)
+    drafter = {
+        "model": lambda: ModelDrafter(ToyModel(drafter_law, 2), target_vocab_size=2),
+        "lookup": lambda: LookupDrafter(min_match=1),
+        "stopping": lambda: StoppingDrafter(2, drafter_law),
+    }[kind]
+    found, wanted = loop_law(
+        monkeypatch,
+        rule,
+        drafter,
+        num_tokens=4,
+        gamma=2,
+        size=2,
+        policy=SamplingPolicy(temperature=1.0, frequency_penalty=0.3),
+    )
+    assert total_variation(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "is_exact"), [("rejection", True), ("block", False)])
+def test_noise_keyed_by_position_alone_would_bend_the_law_under_block(
+    monkeypatch: pytest.MonkeyPatch, rule: str, is_exact: bool
+) -> None:
+    """Why noise has an origin: under `block` a cut depends on the drafts behind it.
+
+    The noise of those discarded drafts is not fresh any more when their positions come up again.
+    """
+    found, wanted = loop_law(
+        monkeypatch,
+        rule,
+        lambda: ModelDrafter(ToyModel(hashed_law(2, seed=22), 2), target_vocab_size=2),
+        num_tokens=4,
+        gamma=2,
+        size=2,
+        key=lambda purpose, position, origin: (purpose, position),
+        policy=SamplingPolicy(temperature=1.0),
+    )
+    if is_exact:
+        assert total_variation(found, wanted) < EXACT
+    else:
+        assert total_variation(found, wanted) > 1e-4
+
+
+def test_the_enumeration_itself_visits_every_path_once() -> None:
+    fresh = count()
+
+    def run(walk: Walk) -> tuple[int, int]:
+        next(fresh)
+        first = walk.split("a", [0.25, 1.0])
+        again = walk.split("a", [0.5, 1.0])
+        return first, again
+
+    masses = {outcome: walk.weight for outcome, walk in walks(run)}
+    # The first answer narrows the uniform to [0, .25) or [.25, 1); the second respects it.
+    assert masses == pytest.approx({(0, 0): 0.25, (1, 0): 0.25, (1, 1): 0.5})
+    assert next(fresh) == 3

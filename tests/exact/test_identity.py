@@ -1,0 +1,197 @@
+"""Level 3: greedy and coupled text equals plain decoding, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from exact.controls import WRONG_RULES
+from exact.drafters import HostileDrafter, SoftGreedyDrafter, StoppingDrafter, UniformDrafter
+from outrider import verification
+from outrider.decoding import Engine
+from outrider.drafters import Drafter
+from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter, fit_ngrams
+from outrider.models.toy import ToyModel, hashed_law, mixed_law
+from outrider.requests import Request
+from outrider.sampling import SamplingPolicy
+
+SIZE = 40
+EOS = frozenset({0})
+TARGET_LAW = hashed_law(SIZE, seed=31, order=2, sharpness=2.0)
+NEAR_LAW = mixed_law(TARGET_LAW, hashed_law(SIZE, seed=32, order=2, sharpness=2.0), 0.25)
+PROMPT = [1, 2, 3, 4, 1, 2, 3]
+
+
+def target() -> ToyModel:
+    return ToyModel(TARGET_LAW, SIZE, eos_ids=EOS)
+
+
+def model_drafter(context_length: int = 4096) -> ModelDrafter:
+    return ModelDrafter(
+        ToyModel(NEAR_LAW, SIZE, context_length=context_length), target_vocab_size=SIZE
+    )
+
+
+def fitted() -> NgramDrafter:
+    texts = [plain(Request(PROMPT, max_new_tokens=60)).token_ids]
+    return NgramDrafter(fit_ngrams(texts, order=3, vocab_size=SIZE))
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "near model": model_drafter,
+    "short context": lambda: model_drafter(20),
+    "itself": lambda: ModelDrafter(target(), target_vocab_size=SIZE),
+    "lookup": LookupDrafter,
+    "ngram": fitted,
+    "uniform": lambda: UniformDrafter(SIZE),
+    "hostile": lambda: HostileDrafter(SIZE, TARGET_LAW),
+    "stopping": lambda: StoppingDrafter(SIZE, NEAR_LAW),
+}
+GREEDY = SamplingPolicy()
+PENALISED = SamplingPolicy(
+    repetition_penalty=1.3, frequency_penalty=0.5, min_new_tokens=6, logit_bias={5: 2.0}
+)
+SAMPLED = SamplingPolicy(temperature=1.0, top_p=0.9, presence_penalty=0.3)
+
+
+def plain(request: Request):  # type: ignore[no-untyped-def]
+    return Engine(target()).generate([request])[0]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5, 8, 20, 64])
+@pytest.mark.parametrize("rule", verification.RULES)
+def test_greedy_text_is_that_of_plain_decoding(rule: str, gamma: int, drafter: str) -> None:
+    for policy in (GREEDY, PENALISED):
+        request = Request(PROMPT, policy, max_new_tokens=40, gamma=gamma, rule=rule)
+        [result] = Engine(target(), DRAFTERS[drafter]()).generate([request])
+        assert result.token_ids == plain(request).token_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("gamma", [1, 3, 8, 64])
+def test_coupled_text_is_that_of_plain_decoding(gamma: int, drafter: str) -> None:
+    for seed in range(5):
+        request = Request(
+            PROMPT, SAMPLED, max_new_tokens=40, gamma=gamma, rule="coupled", seed=seed
+        )
+        [result] = Engine(target(), DRAFTERS[drafter]()).generate([request])
+        assert result.token_ids == plain(request).token_ids
+
+
+def random_request(random: np.random.Generator) -> Request:
+    policies = (GREEDY, PENALISED, SAMPLED, SamplingPolicy(temperature=1.5, top_k=10))
+    return Request(
+        random.integers(1, SIZE, size=random.integers(1, 12)).tolist(),
+        policies[random.integers(len(policies))],
+        max_new_tokens=int(random.integers(1, 30)),
+        gamma=int(random.integers(0, 9)),
+        rule=str(random.choice(list(verification.RULES))),
+        seed=int(random.integers(2**63)),
+        ignore_eos=bool(random.integers(2)),
+        logprobs=2 if random.integers(2) else None,
+    )
+
+
+@pytest.mark.parametrize("drafter", ["near model", "lookup", "uniform", "short context"])
+def test_a_request_does_not_depend_on_its_neighbours(drafter: str) -> None:
+    random = np.random.default_rng(7)
+    requests = [random_request(random) for _ in range(24)]
+    alone = [Engine(target(), DRAFTERS[drafter]()).generate([item])[0] for item in requests]
+    for max_batch in (2, 7, 24):
+        engine = Engine(target(), DRAFTERS[drafter](), max_batch=max_batch)
+        together = engine.generate(requests)
+        for one, other in zip(alone, together, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs
+            assert one.trace == other.trace
+            assert one.finish_reason == other.finish_reason
+
+
+def test_requests_may_join_and_leave_between_rounds() -> None:
+    random = np.random.default_rng(8)
+    requests = [random_request(random) for _ in range(12)]
+    alone = [Engine(target(), model_drafter()).generate([item])[0] for item in requests]
+    engine = Engine(target(), model_drafter())
+    waiting = list(enumerate(requests))
+    ids: dict[int, int] = {}
+    texts: dict[int, list[int]] = {}
+    cancelled = 3
+    while waiting or engine.has_work:
+        for _ in range(int(random.integers(0, 3))):
+            if waiting:
+                number, request = waiting.pop(0)
+                ids[engine.add(request)] = number
+        for event in engine.step():
+            texts.setdefault(ids[event.request_id], []).extend(event.token_ids)
+            if ids[event.request_id] == cancelled and event.result is None:
+                engine.cancel(event.request_id)
+    for number, result in enumerate(alone):
+        if number == cancelled:
+            assert result.token_ids[: len(texts[number])] == texts[number]
+        else:
+            assert texts[number] == result.token_ids
+
+
+def test_the_same_seed_gives_the_same_text_and_no_seed_gives_another() -> None:
+    request = Request(PROMPT, SamplingPolicy(temperature=2.0), max_new_tokens=10, ignore_eos=True)
+    seeded = Request(**{**request.__dict__, "seed": 42})
+    engine = Engine(target(), model_drafter())
+    assert engine.generate([seeded])[0].token_ids == engine.generate([seeded])[0].token_ids
+    first, second = engine.generate([request, request])
+    assert first.token_ids != second.token_ids
+    assert first.seed != second.seed
+    again = Request(**{**request.__dict__, "seed": first.seed})
+    assert engine.generate([again])[0].token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_that_drafts_for_itself_is_always_accepted(rule: str, temperature: float) -> None:
+    request = Request(
+        PROMPT,
+        SamplingPolicy(temperature=temperature),
+        max_new_tokens=60,
+        rule=rule,
+        gamma=4,
+        ignore_eos=True,
+    )
+    [result] = Engine(target(), DRAFTERS["itself"]()).generate([request])
+    assert result.stats.alpha_hat == 1.0
+    assert result.stats.target_passes <= -(-60 // 5) + 1
+
+
+@pytest.mark.parametrize(
+    "name", ["accept all", "target row off by one", "bonus from q", "swapped ratio"]
+)
+def test_a_wrong_rule_changes_greedy_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verification.RULES, "wrong", WRONG_RULES[name])
+    request = Request(PROMPT, max_new_tokens=40, gamma=4, rule="wrong", ignore_eos=True)
+    [result] = Engine(target(), StoppingDrafter(SIZE, NEAR_LAW)).generate([request])
+    assert result.token_ids != plain(request).token_ids
+
+
+def test_a_soft_q_for_a_greedy_draft_is_harmless_only_for_greedy_targets() -> None:
+    """Caught by the other levels; here it must not disturb, since one-hot rows reject by p = 0."""
+    request = Request(PROMPT, max_new_tokens=40, gamma=4)
+    [result] = Engine(target(), SoftGreedyDrafter(SIZE, NEAR_LAW)).generate([request])
+    assert result.token_ids == plain(request).token_ids
+
+
+def test_coupling_without_shared_noise_keeps_fewer_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of `coupled`: emitting the target's own draw is exact whatever was drafted, so
+    what breaks without shared noise is acceptance, not the text."""
+    from outrider.randomness import RoundNoise
+
+    request = Request(
+        PROMPT, SamplingPolicy(temperature=1.0), max_new_tokens=60, rule="coupled", seed=5
+    )
+    [shared] = Engine(target(), model_drafter()).generate([request])
+    apart = RoundNoise._choose
+    monkeypatch.setattr(RoundNoise, "draft", lambda self, i, q: apart(self, 1, i, q))
+    [unshared] = Engine(target(), model_drafter()).generate([request])
+    assert unshared.token_ids == shared.token_ids
+    assert (unshared.stats.alpha_hat or 0) < 0.8 * (shared.stats.alpha_hat or 0)
