@@ -1,14 +1,14 @@
 """The exception tree. Every error meant for a user is an `OutriderError` with a one-line message.
 
-    OutriderError
-    ├── UsageError           a value the caller chose is wrong (also a ValueError)
-    │   ├── ModelNotFound    a model reference leads nowhere
-    │   ├── ContextOverflow  a prompt does not fit the context
-    │   └── NothingToDraw    the sampling settings exclude every token
-    ├── UnsupportedModel     a model that cannot be served exactly
-    ├── VocabularyMismatch   target and drafter do not share a tokenizer
-    ├── NumericalError       the model returned something that is not a law (NaN, infinity)
-    └── GenerationError      some requests of a batch failed; the others' results are attached
+OutriderError
+├── UsageError           a value the caller chose is wrong (also a ValueError)
+│   ├── ModelNotFound    a model reference leads nowhere
+│   ├── ContextOverflow  a prompt does not fit the context
+│   └── NothingToDraw    the sampling settings exclude every token
+├── UnsupportedModel     a model that cannot be served exactly
+├── VocabularyMismatch   target and drafter do not share a tokenizer
+├── NumericalError       the model returned something that is not a law (NaN, infinity)
+└── GenerationError      some requests of a batch failed; the others' results are attached
 """
 
 from __future__ import annotations

@@ -278,20 +278,19 @@ def _one_hot(scores: Tensor) -> Tensor:
 def _finite_peak(scores: Tensor, whose: str) -> Tensor:
     """Row maxima [n]; NaN anywhere in a row makes its maximum NaN, so one look finds all faults."""
     peak = scores.amax(-1)
-    if not bool(peak.isfinite().all()):
-        row = int((~peak.isfinite()).nonzero()[0])
-        found = float(peak[row])
+    values = peak.tolist()
+    if not all(map(math.isfinite, values)):
+        row, found = next(item for item in enumerate(values) if not math.isfinite(item[1]))
         what = "nothing but -infinity" if found == -math.inf else f"{found}"
         raise NumericalError(
-            f"{whose} are not a law: row {row} of {len(peak)} holds {what}; "
+            f"{whose} are not a law: row {row} of {len(values)} holds {what}; "
             "the model's weights or its dtype are at fault"
         )
     return peak
 
 
 def _peak_left(scores: Tensor) -> Tensor:
-    peak = scores.amax(-1)
-    if bool((peak == -math.inf).any()):
+    if -math.inf in scores.amax(-1).tolist():
         raise NothingToDraw(
             "the sampling settings leave no token to draw: every one is banned; "
             "allow at least one token at each position"

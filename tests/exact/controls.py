@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from outrider.verification import Draft, Rule, RuleNoise, Verdict
 from torch import Tensor
+
+from outrider.verification import Draft, Rule, RuleNoise, Verdict
 
 
 def _laws(draft: Draft, size: int) -> Tensor:
@@ -33,7 +34,9 @@ def _token_by_token(
         gamma = len(draft.tokens)
         for i, token in enumerate(draft.tokens):
             row = p[min(i + shift, gamma)]
-            if not noise.accepts(0 if one_uniform else i, *ratio(float(row[token]), float(q[i, token]))):
+            if not noise.accepts(
+                0 if one_uniform else i, *ratio(float(row[token]), float(q[i, token]))
+            ):
                 rest = residual(row, q[i])
                 return Verdict(i, noise.residual(i, rest if rest.any() else row))
         if bonus_from_q and gamma:
@@ -53,4 +56,3 @@ WRONG_RULES: dict[str, Rule] = {
     "lenience 0.9": _token_by_token(lambda p, q: (p, 0.9 * q)),
     "one uniform for all positions": _token_by_token(one_uniform=True),
 }
-

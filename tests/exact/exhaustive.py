@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
+
 from outrider.randomness import Purpose
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Rule, Verdict
-from torch import Tensor
 
 Law = dict[tuple[int, ...], float]
 
@@ -136,7 +139,7 @@ def race_joint(p: np.ndarray, q: np.ndarray, a: int, b: int) -> float:
     bends = [p[j] * q[b] / (p[a] * q[j]) for j in others if q[j] > 0]
     edges = [low, *sorted(bend for bend in bends if low < bend < high), high]
     joint = 0.0
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         middle = left + 1.0 if np.isinf(right) else 0.5 * (left + right)
         constant, slope = 1.0, 1.0
         for j in others:
@@ -188,8 +191,6 @@ class Target:
         prefix = list(history.tokens)
         ends = range(len(prefix), len(prefix) + len(drafted) + 1)
         logits = [self.law([*prefix, *drafted][:end]) for end in ends]
-        import torch
-
         return self.policy.probs(torch.stack(logits), history, drafted)
 
     def plain_law(self, history: History, length: int) -> Law:

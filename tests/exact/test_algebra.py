@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from exact.controls import WRONG_RULES
-from exact.exhaustive import ExhaustiveNoise, race_joint, walks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from exact.controls import WRONG_RULES
+from exact.exhaustive import ExhaustiveNoise, race_joint, walks
 from outrider.theory import beta
 from outrider.verification import RULES, Draft, Rule, Verdict, block, coupled, rejection
-from torch import Tensor
 
 
 @st.composite

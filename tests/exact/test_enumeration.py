@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 import torch
+
 from exact.controls import WRONG_RULES
 from exact.drafters import (
     DroppingDrafter,
@@ -82,9 +83,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ),
     "itself": lambda: ModelDrafter(ToyModel(TARGET, SIZE), target_vocab_size=SIZE),
     "lookup": LookupDrafter,
-    "ngram": lambda: NgramDrafter(
-        fit_ngrams([[0, 1, 2, 2, 1, 0, 0, 2]], order=3, vocab_size=SIZE)
-    ),
+    "ngram": lambda: NgramDrafter(fit_ngrams([[0, 1, 2, 2, 1, 0, 0, 2]], order=3, vocab_size=SIZE)),
     "uniform": lambda: UniformDrafter(SIZE),
     "hostile": lambda: HostileDrafter(SIZE, TARGET),
     "stopping": lambda: StoppingDrafter(SIZE, OTHER),

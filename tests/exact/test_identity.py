@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from exact.controls import WRONG_RULES
 from exact.drafters import HostileDrafter, SoftGreedyDrafter, StoppingDrafter, UniformDrafter
 from outrider import verification
@@ -170,7 +171,7 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(rule: str, temperatu
 def test_a_wrong_rule_changes_greedy_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(verification.RULES, "wrong", WRONG_RULES[name])
     request = Request(PROMPT, max_new_tokens=40, gamma=4, rule="wrong", ignore_eos=True)
-    [result] = Engine(target(), StoppingDrafter(SIZE, NEAR_LAW)).generate([request])
+    [result] = Engine(target(), model_drafter()).generate([request])
     assert result.token_ids != plain(request).token_ids
 
 

