@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from torch import nn
+from transformers import AutoModelForCausalLM
 
 from outrider import Model, load_model
 from outrider.models.causal import CausalModel
@@ -20,13 +20,9 @@ def target() -> Model:
 @pytest.fixture(scope="session")
 def small(target: CausalModel) -> CausalModel:
     """A real drafting model of the same tokenizer: the target's first six layers."""
-    module = copy.copy(target._module)
-    module._modules = dict(module._modules)
-    module.config = copy.deepcopy(module.config)
-    module.config.num_hidden_layers = 6
-    inner = copy.copy(module.model)
-    inner._modules = dict(inner._modules)
-    inner.config = module.config
-    inner.layers = nn.ModuleList(list(inner.layers)[:6])
-    module.model = inner
-    return CausalModel(module, name="first six layers", tokenizer=target.tokenizer)
+    config = copy.deepcopy(target._module.config)
+    config.num_hidden_layers = 6
+    config._attn_implementation = "sdpa"
+    module = AutoModelForCausalLM.from_config(config)
+    module.load_state_dict(target._module.state_dict(), strict=False)
+    return CausalModel(module.eval(), name="first six layers", tokenizer=target.tokenizer)

@@ -354,6 +354,8 @@ class CausalModel:
         """True for the shared row, False for one sequence at a time; refuses what neither suits."""
         count = min(16, self.context_length)
         ids = [(7 + 31 * i) % self.vocab_size for i in range(count)]
+        if self._module.config._attn_implementation == _ATTENTION:  # wrapped once before
+            self._module.set_attn_implementation("sdpa" if self._module._supports_sdpa else "eager")
         expected = self._module(
             input_ids=torch.tensor([ids], device=self.device), use_cache=False
         ).logits[0]
