@@ -52,7 +52,9 @@ class TimedModel:
         return logits
 
 
-def round_times_ms(model: TimedModel, policy: SamplingPolicy, rounds: int, seed: int) -> list[float]:
+def round_times_ms(
+    model: TimedModel, policy: SamplingPolicy, rounds: int, seed: int
+) -> list[float]:
     """Milliseconds outside `score` of each of `rounds` rounds with a full draft."""
     assert model.tokenizer is not None
     prompt = model.tokenizer.encode(TEXT)

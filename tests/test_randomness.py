@@ -267,6 +267,17 @@ def test_the_smallest_and_largest_uniform_draw_the_first_and_last_token_with_wei
     assert draw(RoundNoise(0, 1), row) == 3
 
 
+@pytest.mark.parametrize("draw", BY_CHOICE, ids=NAMES[:2])
+def test_a_tail_too_light_for_sums_in_float32_is_still_drawn(
+    draw: Callable[[RoundNoise, Tensor], int], set_uniform: Callable[[float], None]
+) -> None:
+    row = law(1.0, *[2.0**-25] * 100, dtype=torch.float32)
+    set_uniform(1 - 2.0**-20)
+    assert draw(RoundNoise(0, 1), row) > 50
+    set_uniform(LARGEST_UNIFORM)
+    assert draw(RoundNoise(0, 1), row) == 100
+
+
 def rounds(number: int) -> Iterator[RoundNoise]:
     return (RoundNoise(9, origin) for origin in range(1, number + 1))
 
@@ -434,11 +445,12 @@ def test_padding_the_vocabulary_with_zeros_does_not_change_the_token(
     assert row[noise.token(0, row)] > 0
 
 
-def test_the_token_is_the_gumbel_maximum() -> None:
+def test_the_token_is_the_gumbel_maximum_keyed_by_token_id() -> None:
     for seed in range(50):
-        gumbel = -np.log(exponentials(seed, Purpose.TOKEN, 6, len(ROW)))
-        wanted = int(np.argmax(ROW.double().log().numpy() + gumbel))
-        assert RoundNoise(seed, 4).token(2, ROW) == wanted
+        row = ROW.double() * (torch.arange(len(ROW)) % 7 > seed % 5)
+        gumbel = -np.log(exponentials(seed, Purpose.TOKEN, 6, len(row)))
+        wanted = int(np.argmax(row.log().numpy() + gumbel))
+        assert RoundNoise(seed, 4).token(2, row) == wanted
 
 
 def test_close_laws_mostly_share_their_token() -> None:

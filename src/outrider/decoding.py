@@ -28,7 +28,7 @@ from outrider.requests import (
     Statistics,
     TokenLogprob,
 )
-from outrider.sampling import History
+from outrider.sampling import History, single_threaded
 from outrider.text import TextBuilder
 from outrider.verification import Draft, Verdict, rule
 
@@ -153,13 +153,14 @@ class Engine:
         )
         events, standing = [], []
         first = 0
-        for item, draft, dice in zip(batch, drafts, noise, strict=True):
-            rows = logits[first : first + len(draft.tokens) + 1]
-            first += len(rows)
-            event, verdict = self._settle(item, draft, rows, dice)
-            events.append(event)
-            if verdict is not None:
-                standing.append((item.history, verdict))
+        with single_threaded():
+            for item, draft, dice in zip(batch, drafts, noise, strict=True):
+                rows = logits[first : first + len(draft.tokens) + 1]
+                first += len(rows)
+                event, verdict = self._settle(item, draft, rows, dice)
+                events.append(event)
+                if verdict is not None:
+                    standing.append((item.history, verdict))
         if self.drafter is not None and standing:
             histories, verdicts = zip(*standing, strict=True)
             self.drafter.observe(histories, verdicts)

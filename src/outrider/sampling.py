@@ -15,16 +15,18 @@ Letters: n rows, V vocabulary size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import NothingToDraw, NumericalError, UsageError
 
-__all__ = ["History", "LogitsProcessor", "SamplingPolicy"]
+__all__ = ["History", "LogitsProcessor", "SamplingPolicy", "single_threaded"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's call form: `processor(input_ids [1, L], scores [1, V]) -> scores [1, V]`.
@@ -33,8 +35,8 @@ It must be a function of its two arguments alone: it is called for drafted posit
 rejected draft is not announced to it.
 """
 
-_FIRST_SLICE = 2.0e-4
-"""Top-p first looks at the tokens above this probability; see `_border`."""
+_SLICES = (2.0e-4, 2.0e-5, 1.0e-6, 0.0)
+"""Top-p looks at the tokens above these probabilities in turn; see `_nucleus_border`."""
 
 
 class History:
@@ -117,8 +119,15 @@ class SamplingPolicy:
             self.repetition_penalty,
         )
         _require(self.min_new_tokens >= 0, "min_new_tokens", "0 or more", self.min_new_tokens)
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias must map ids to numbers, not {self.logit_bias!r}")
+        _require_ids("logit_bias", self.logit_bias)
         for token, bias in self.logit_bias.items():
             _require_number(f"logit_bias[{token}]", bias, whole=False)
+        _require_ids("banned_tokens", self.banned_tokens)
+        processors: object = self.processors
+        if not isinstance(processors, Sequence) or not all(map(callable, processors)):
+            raise UsageError(f"processors must be a sequence of functions, not {processors!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -166,7 +175,8 @@ class SamplingPolicy:
             return _one_hot(scores)
         if self.temperature != 1:
             # Subtracting the peak first keeps a tiny temperature from overflowing.
-            scores = (scores - peak[:, None]).div_(self.temperature)
+            # Beyond these bounds float32 has no finite quotient, and the law is at its limit.
+            scores = (scores - peak[:, None]).div_(min(max(self.temperature, 1e-30), 1e30))
         return self._filter(scores.softmax(-1))
 
     def _process(self, scores: Tensor, history: History, drafted: Sequence[int]) -> Tensor:
@@ -217,47 +227,86 @@ class SamplingPolicy:
         return scores
 
     def _filter(self, p: Tensor) -> Tensor:
-        """`p` [n, V] with the filters applied, renormalised after each. `p` may be overwritten."""
+        """`p` [n, V] with the filters applied, renormalised after each. `p` is overwritten."""
         if 0 < self.top_k < p.shape[-1]:
-            p = _keep(p, p, p.topk(self.top_k, dim=-1).values[:, -1])
+            p = _drop_below(p, p.topk(self.top_k, dim=-1).values[:, -1].tolist())
         if self.top_p < 1:
-            border = [-_border(-row, row, self.top_p, -_FIRST_SLICE) for row in p]
-            p = _keep(p, p, torch.stack(border))
+            p = _drop_below(p, [_nucleus_border(row, self.top_p) for row in _as_numpy(p)])
         if self.min_p > 0:
-            p = _keep(p, p, self.min_p * p.amax(-1))
+            p = _drop_below(p, (self.min_p * p.amax(-1)).tolist())
         if self.typical_p < 1:
-            information = -p.log()
-            entropy = torch.special.entr(p).sum(-1, keepdim=True)
-            distance = (information - entropy).abs_()
-            border = [
-                -_border(far, row, self.typical_p, 1.0)
-                for far, row in zip(distance, p, strict=True)
-            ]
-            p = _keep(p, -distance, torch.stack(border))
+            for row in p:
+                row.masked_fill_(_atypical(row, self.typical_p), 0.0)
+            p = _renormalised(p)
         return p
 
 
-def _keep(p: Tensor, key: Tensor, border: Tensor) -> Tensor:
-    """`p` [n, V] without the tokens whose `key` [n, V] is below `border` [n], renormalised."""
-    p = p.mul_(key >= border[:, None])
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Run torch's CPU operations on this thread alone.
+
+    Rows of a vocabulary are just long enough for torch to share an operation between threads, and
+    short enough for the barrier to cost more than the sharing brings: milliseconds each, as soon
+    as anything else runs on the machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _drop_below(p: Tensor, borders: Sequence[float]) -> Tensor:
+    """`p` [n, V] with zeros where row i is below borders[i], renormalised; in place."""
+    kind = np.float64 if p.dtype == torch.float64 else np.float32
+    for row, border in zip(p, borders, strict=True):
+        # `threshold_` keeps what is strictly above: the number just below the border keeps ties.
+        torch.threshold_(row, float(np.nextafter(kind(border), kind(0))), 0.0)
+    return _renormalised(p)
+
+
+def _renormalised(p: Tensor) -> Tensor:
     return p.div_(p.sum(-1, keepdim=True))
 
 
-def _border(key: Tensor, p: Tensor, mass: float, slice_bound: float) -> Tensor:
-    """The smallest t such that the tokens with `key` <= t have at least `mass` under the row `p`.
+def _nucleus_border(p: NDArray[np.floating], mass: float) -> float:
+    """The largest t such that the tokens with probability >= t have at least `mass`; `p` is [V].
 
-    Sorting a large vocabulary costs more than a small model's pass. The tokens with keys up to
-    `slice_bound` come first in the order sought; when their mass is enough, only they are sorted.
+    Sorting a large vocabulary costs more than a small model's pass. The likeliest tokens are cut
+    off first, and when their mass is enough, only they are sorted.
     """
-    inside = key <= slice_bound
-    weights = p[inside]
-    if weights.sum() < mass:
-        inside = p > 0
-        weights = p[inside]
-    keys, order = key[inside].sort()
-    cumulative = weights[order].cumsum(-1, dtype=torch.float64)
-    index = int((cumulative < mass).sum())
-    return keys[min(index, len(keys) - 1)]  # rounding can leave the total a hair below `mass`
+    for bound in _SLICES:
+        slice_ = p[p >= bound]
+        if slice_.sum(dtype=np.float64) >= mass:
+            break
+    slice_.sort()
+    cumulative = np.cumsum(slice_[::-1], dtype=np.float64)
+    last = int(np.searchsorted(cumulative, mass))
+    # Rounding can leave the whole row's total a hair below `mass`.
+    return float(slice_[::-1][min(last, len(slice_) - 1)])
+
+
+def _atypical(p: Tensor, mass: float) -> Tensor:
+    """Which tokens of the row `p` [V] typical-p drops (Meister et al. 2023); bool [V].
+
+    Kept are the tokens whose information is closest to the entropy, up to `mass`.
+    """
+    distance = (-p.log() - torch.special.entr(p).sum()).abs_()
+    key, weights = _as_numpy(distance), _as_numpy(p)
+    near = np.flatnonzero(key <= 1.0)
+    if weights[near].sum(dtype=np.float64) < mass:
+        near = np.flatnonzero(weights)
+    near = near[np.argsort(key[near], kind="stable")]
+    cumulative = np.cumsum(weights[near], dtype=np.float64)
+    last = int(np.searchsorted(cumulative, mass))
+    dropped: Tensor = distance > float(key[near[min(last, len(near) - 1)]])
+    return dropped
+
+
+def _as_numpy(rows: Tensor) -> NDArray[np.floating]:
+    array: NDArray[np.floating] = rows.cpu().numpy()
+    return array
 
 
 def _penalise_repetition(row: Tensor, ids: np.ndarray, penalty: float) -> None:
@@ -302,8 +351,21 @@ def _require_number(name: str, value: object, *, whole: bool) -> None:
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not math.isfinite(value):
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        raise UsageError(f"{name} must fit a floating-point number") from None
+    if not is_finite:
         raise UsageError(f"{name} must be finite, not {value!r}")
+
+
+def _require_ids(name: str, ids: object) -> None:
+    whole = (int, np.integer)
+    if not isinstance(ids, (Sequence, Mapping)) or isinstance(ids, str):
+        raise UsageError(f"{name} must hold token ids, not {ids!r}")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, whole) or token < 0:
+            raise UsageError(f"{name} must hold token ids (0 or more), not {token!r}")
 
 
 def _require(holds: bool, name: str, expected: str, value: object) -> None:

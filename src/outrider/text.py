@@ -57,11 +57,13 @@ class TextBuilder:
         self._stops = tuple(stops)
         self._ids: list[int] = []
         self._anchor = 0  # decoding starts here: a token's text can depend on the one before it
-        self._done = 0  # ids whose text is in `_text`
+        self._done = 0  # ids whose text is wholly in `_text`
+        self._num_early = 0  # characters in `_text` of the ids after those
         self._text = ""  # all text decoded so far, whole characters only
         self._num_shown = 0  # characters of `_text` already handed out by `take`
         self._stop_from = 0  # stop strings count from here on
         self._num_searched = 0  # characters of `_text` in which no stop string is complete
+        self._may_stop = True
         self.stopped = False
 
     def add(self, token: int, *, may_stop: bool = True) -> bool:
@@ -73,10 +75,9 @@ class TextBuilder:
         """
         assert not self.stopped, "the text has ended"
         self._ids.append(token)
+        self._may_stop = may_stop
         if self._tokenizer is not None:
-            grown = self._decode_new()
-            if not grown.endswith(_BROKEN):
-                self._append(grown)
+            self._grow(self._tokenizer)
         if not may_stop:
             self._stop_from = self._num_searched = len(self._text)
             return False
@@ -91,9 +92,10 @@ class TextBuilder:
 
     def finish(self) -> str:
         """The rest of the text, when no token follows: held text, half characters included."""
-        if not self.stopped and self._tokenizer is not None and self._done < len(self._ids):
-            self._append(self._decode_new())
-            self._find_stop()
+        if not self.stopped and self._tokenizer is not None:
+            self._grow(self._tokenizer, whole=True)
+            if self._may_stop:
+                self._find_stop()
         rest = self._text[self._num_shown :]
         self._num_shown = len(self._text)
         return rest
@@ -103,15 +105,19 @@ class TextBuilder:
         """All text so far, held text included."""
         return self._text
 
-    def _decode_new(self) -> str:
-        """Text of the ids not in `_text` yet, decoded in the company of the ids before them."""
-        assert self._tokenizer is not None
-        before = self._tokenizer.decode(self._ids[self._anchor : self._done])
-        return self._tokenizer.decode(self._ids[self._anchor :])[len(before) :]
-
-    def _append(self, grown: str) -> None:
-        self._text += grown
-        self._anchor, self._done = self._done, len(self._ids)
+    def _grow(self, tokenizer: Tokenizer, *, whole: bool = False) -> None:
+        """Add the text of the newest ids, but for an unfinished character unless `whole`."""
+        # Decoded in the company of the ids before them: a decoder may treat a beginning specially.
+        before = tokenizer.decode(self._ids[self._anchor : self._done])
+        grown = tokenizer.decode(self._ids[self._anchor :])[len(before) :]
+        finished = grown if whole else grown.rstrip(_BROKEN)
+        self._text += finished[self._num_early :]
+        if len(finished) < len(grown):
+            self._num_early = max(self._num_early, len(finished))
+            return
+        if grown:  # an id without text is no company for the next
+            self._anchor = self._done
+        self._done, self._num_early = len(self._ids), 0
 
     def _find_stop(self) -> bool:
         """Cut the text before the stop string that is complete first, if one is."""

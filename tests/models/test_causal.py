@@ -7,7 +7,6 @@ near the start of a text does not pass.
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -276,6 +275,9 @@ def plain_greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
 
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
+# One of each kind: full, sliding, capped and mixed attention; rotary, learned and linear positions.
+CORE = ["llama", "mistral", "gemma2", "gpt2", "bloom", "gpt_oss"]
+each_core_family = pytest.mark.parametrize("family", CORE)
 
 
 # --- The table of what is served, how, and what is refused ---
@@ -305,7 +307,7 @@ def test_an_unsupported_architecture_is_refused_by_name_in_one_line(architecture
 
 
 def test_a_model_that_is_no_language_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="^my model: vit is not a causal language model"):
+    with pytest.raises(UnsupportedModel, match=r"^my model: vit is not a causal language model"):
         refuse_unsupported(hf.ViTConfig(), "my model")
 
 
@@ -438,24 +440,34 @@ def test_a_rollback_reaches_back_over_a_growth_of_the_buffers(family: str) -> No
 PROMPTS = (tuple(text(11, seed=20)), tuple(text(3, seed=21) * 6))
 
 
+def assert_plain_greedy_for_every_gamma(
+    family: str, drafter: Drafter, prompt: tuple[int, ...]
+) -> None:
+    results = greedy(served(family), drafter, prompt, GAMMAS)
+    texts = {gamma: r.token_ids for gamma, r in zip(GAMMAS, results, strict=True)}
+    assert texts == dict.fromkeys(GAMMAS, plain_greedy(family, prompt))
+
+
 @each_family
-@pytest.mark.parametrize("drafting", ["stranger", "near", "lookup"])
-def test_speculative_greedy_text_is_plain_greedy_text_for_every_gamma(
-    family: str, drafting: str
+def test_greedy_text_with_a_drafting_model_is_plain_greedy_text_for_every_gamma(
+    family: str,
 ) -> None:
-    for prompt in PROMPTS:
-        results = greedy(served(family), drafter_of(drafting, family), prompt, GAMMAS)
-        wanted = plain_greedy(family, prompt)
-        assert {gamma: r.token_ids for gamma, r in zip(GAMMAS, results, strict=True)} == {
-            gamma: wanted for gamma in GAMMAS
-        }
+    assert_plain_greedy_for_every_gamma(family, drafter_of("near", family), PROMPTS[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "bloom", "gpt_oss"])
+@each_family
+def test_greedy_text_with_prompt_lookup_is_plain_greedy_text_for_every_gamma(family: str) -> None:
+    assert_plain_greedy_for_every_gamma(family, LookupDrafter(), PROMPTS[1])
+
+
+@each_core_family
+def test_greedy_text_with_a_drafter_that_is_never_right_is_plain_greedy_text(family: str) -> None:
+    assert_plain_greedy_for_every_gamma(family, drafter_of("stranger", family), PROMPTS[1])
+
+
+@each_core_family
 @pytest.mark.parametrize("gamma", GAMMAS)
-def test_speculative_greedy_text_is_plain_greedy_text_in_a_batch_of_one(
-    family: str, gamma: int
-) -> None:
+def test_greedy_text_is_plain_greedy_text_in_a_batch_of_one(family: str, gamma: int) -> None:
     [result] = greedy(served(family), drafter_of("near", family), PROMPTS[0], [gamma])
     assert result.token_ids == plain_greedy(family, PROMPTS[0])
 
@@ -495,7 +507,7 @@ def test_greedy_drafts_of_the_target_itself_are_accepted_whole(family: str) -> N
         assert result.stats.alpha_hat == 1.0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "falcon", "gpt_oss"])
+@each_core_family
 @pytest.mark.parametrize("rule", ["block", "rejection", "coupled"])
 def test_sampled_drafts_of_the_target_itself_are_accepted_whole(family: str, rule: str) -> None:
     target = served(family)
@@ -573,7 +585,15 @@ def longrope(original: int) -> dict[str, object]:
             ),
             64,
         ),
-        (small(hf.Phi3Config, max_position_embeddings=96, rope_parameters=longrope(24)), 24),
+        (
+            small(
+                hf.Phi3Config,
+                max_position_embeddings=96,
+                original_max_position_embeddings=24,
+                rope_parameters=longrope(24),
+            ),
+            24,
+        ),
         (small(hf.LlamaConfig, max_position_embeddings=96, rope_parameters=longrope(24)), 24),
         (
             small(
@@ -609,7 +629,12 @@ def test_dynamic_rope_is_exact_up_to_the_last_token_of_its_context() -> None:
 
 
 def test_longrope_is_exact_up_to_the_last_token_of_its_context() -> None:
-    config = small(hf.Phi3Config, max_position_embeddings=96, rope_parameters=longrope(24))
+    config = small(
+        hf.Phi3Config,
+        max_position_embeddings=96,
+        original_max_position_embeddings=24,
+        rope_parameters=longrope(24),
+    )
     model, ids = CausalModel(build(config()), name="longrope"), text(24)
     found = feed_in_pieces(model, ids, [10, 1, 12, 1])
     assert_close(found, logits_of(build(config()), ids))
@@ -665,7 +690,7 @@ def addresses_of(sequence: CausalSequence) -> list[int]:
     return [buffer.data_ptr() for buffer in buffers_of(sequence)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon", "bloom", "gpt_oss"])
+@each_core_family
 def test_a_rollback_copies_nothing(family: str) -> None:
     model = served(family)
     sequence = start(model, text(30))
@@ -679,7 +704,7 @@ def test_a_rollback_copies_nothing(family: str) -> None:
         assert torch.equal(buffer.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "falcon", "bloom", "gpt_oss"])
+@each_core_family
 def test_passes_and_rollbacks_within_the_capacity_write_into_the_same_buffers(family: str) -> None:
     model = served(family)
     sequences = [start(model, text(10)), start(model, text(20))]
@@ -693,6 +718,7 @@ def test_passes_and_rollbacks_within_the_capacity_write_into_the_same_buffers(fa
     assert [sequence.length for sequence in sequences] == [170, 170]
 
 
+@torch.inference_mode()
 def test_a_pass_writes_behind_the_cached_columns_and_nowhere_else() -> None:
     model = served("llama")
     sequence = start(model, text(10))
@@ -738,7 +764,6 @@ def test_closing_a_sequence_frees_its_buffers(family: str) -> None:
     alive = [weakref.ref(buffer) for buffer in buffers_of(sequence)]
     assert len(alive) == 4
     sequence.close()
-    gc.collect()
     assert all(reference() is None for reference in alive)
     assert sequence.length == 0
 
@@ -750,15 +775,24 @@ def test_closing_a_sequence_twice_is_harmless() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon"])
-def test_a_finished_request_leaves_no_buffer_behind(family: str) -> None:
-    def count() -> int:
-        gc.collect()
-        return sum(isinstance(item, CausalSequence) for item in gc.get_objects())
+def test_finished_and_cancelled_requests_close_all_their_sequences(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[CausalSequence] = []
+    begin = CausalModel.start
 
-    before = count()
-    drafter = drafter_of("near", family)
-    greedy(served(family), drafter, PROMPTS[0], GAMMAS)
-    assert count() == before
+    def recorded(model: CausalModel, prompt: Prompt) -> CausalSequence:
+        opened.append(begin(model, prompt))
+        return opened[-1]
+
+    monkeypatch.setattr(CausalModel, "start", recorded)
+    engine = Engine(served(family), drafter_of("near", family))
+    engine.generate([Request(PROMPTS[0], max_new_tokens=7, gamma=gamma) for gamma in (0, 3)])
+    stream = engine.stream(Request(PROMPTS[0], gamma=3))
+    next(stream)
+    stream.close()
+    assert len(opened) == 5  # of the target three, of the drafter two
+    assert [buffers_of(sequence) for sequence in opened] == [[]] * 5
 
 
 # --- The probe at load: broken modules must not pass ---
@@ -844,7 +878,7 @@ def test_positions_counted_from_the_start_of_each_pass_are_refused_at_load(
     llama.model.rotary_emb.forward = lambda x, position_ids: rotate(
         x, torch.arange(position_ids.shape[1])[None]
     )
-    with pytest.raises(UnsupportedModel, match="^broken: llama gives other logits after a rollba"):
+    with pytest.raises(UnsupportedModel, match=r"^broken: llama gives other logits"):
         CausalModel(llama, name="broken")
 
 
@@ -869,6 +903,13 @@ def test_dropout_left_on_is_refused_at_load() -> None:
         CausalModel(module.train(), name="in training")
 
 
+def test_a_module_can_be_wrapped_twice(llama: hf.PreTrainedModel) -> None:
+    models, ids = [CausalModel(llama, name=name) for name in ("first", "second")], text(20)
+    for model in models:
+        assert model.is_ragged
+        assert_close(feed_in_pieces(model, ids, [9, 11]), logits_of(plain("llama"), ids))
+
+
 # --- Faults found and not mended yet ---
 
 
@@ -891,9 +932,3 @@ def test_a_model_that_counts_positions_by_itself_gives_each_row_what_it_gives_al
     found = model.score([Feed(first, ids[:20], 20), Feed(second, ids[30:], 10)])
     wanted = logits_of(build(config()), ids)
     assert_close(found, torch.cat([wanted[:20], wanted[30:]]))
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the second probe meets our attention")
-def test_a_module_can_be_wrapped_twice(llama: hf.PreTrainedModel) -> None:
-    CausalModel(llama, name="first")
-    assert CausalModel(llama, name="second").is_ragged

@@ -20,7 +20,7 @@ PROMPTS = {
     "python": "Write a Python function that returns the n-th Fibonacci number.",
     "javascript": "Write a JavaScript function that reverses a string.",
     "sql": "Write an SQL query that counts the orders of each customer.",
-    "fix code": "Fix this:\ndef add(a, b):\n    retrun a + b\n\nfor i in range(3)\n    print(add(i))",
+    "fix code": "Fix:\ndef add(a, b):\n    retrun a + b\n\nfor i in range(3)\n    print(add(i))",
     "shell": "Explain this command: find . -name '*.py' -exec grep -l TODO {} +",
     "list": "List ten fruits, one per line, each with its colour.",
     "steps": "List the steps to change a bicycle tyre as numbered points.",

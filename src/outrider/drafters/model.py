@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.errors import NothingToDraw
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
-from outrider.sampling import History, SamplingPolicy
+from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
 
 __all__ = ["ModelDrafter"]
@@ -58,15 +58,18 @@ class ModelDrafter:
             if not active:
                 break
             logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
-            for i, row in zip(active, self._widened(logits), strict=True):
-                try:
-                    law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
-                except NothingToDraw:  # what the policy allows, this vocabulary does not have
-                    limits[i] = step
-                    continue
-                one_hot = policies[i].is_greedy
-                tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
-                laws[i].append(law)
+            with single_threaded():
+                for i, row in zip(active, self._widened(logits), strict=True):
+                    try:
+                        law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
+                    except NothingToDraw:  # what the policy allows, this vocabulary does not have
+                        limits[i] = step
+                        continue
+                    one_hot = policies[i].is_greedy
+                    tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
+                    laws[i].append(law)
+                    if tokens[i][-1] >= self.model.vocab_size:  # forced by a processor
+                        limits[i] = step + 1
         return [
             Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows))
             for drawn, rows, policy in zip(tokens, laws, policies, strict=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,14 +63,18 @@ class NgramTable:
         for i, (contexts, tokens) in enumerate(zip(self.contexts, self.tokens, strict=True)):
             arrays |= {f"contexts{i}": contexts, f"tokens{i}": tokens}
         place = Path(path)
-        with tempfile.NamedTemporaryFile(dir=place.parent, suffix=".part", delete=False) as file:
-            np.savez_compressed(
-                file,
-                header=np.array([_FORMAT, self.order, self.vocab_size]),
-                fingerprint=np.array(self.fingerprint),
-                **arrays,  # type: ignore[arg-type]
-            )
-        os.replace(file.name, place)
+        unfinished = place.with_name(f".{place.name}.{os.getpid()}.part")
+        try:
+            with unfinished.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    header=np.array([_FORMAT, self.order, self.vocab_size]),
+                    fingerprint=np.array(self.fingerprint),
+                    **arrays,  # type: ignore[arg-type]
+                )
+            os.replace(unfinished, place)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def fit_ngrams(
@@ -93,7 +95,8 @@ def fit_ngrams(
         min_count: contexts seen less often than this are left out.
 
     Raises:
-        UsageError: `order` too small, or so large that a context does not fit 64 bits.
+        UsageError: `order` too small, or so large that a context does not fit 64 bits; an id
+            outside the vocabulary.
     """
     bits = _bits(vocab_size)
     if not 1 <= order <= 64 // bits + 1:
@@ -101,7 +104,7 @@ def fit_ngrams(
             f"order must be from 1 to {64 // bits + 1} for a vocabulary of {vocab_size}, "
             f"not {order!r}"
         )
-    arrays = [np.asarray(text, dtype=np.uint64) for text in texts]
+    arrays = [_checked(text, vocab_size) for text in texts]
     contexts, tokens = [], []
     for length in range(order):
         grams = [_windows(ids, length, bits) for ids in arrays if len(ids) > length]
@@ -141,7 +144,9 @@ def load_ngrams(path: str | os.PathLike[str], tokenizer: Tokenizer | None) -> Ng
                 tuple(data[f"contexts{i}"] for i in range(order)),
                 tuple(data[f"tokens{i}"] for i in range(order)),
             )
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+    except ModelNotFound:
+        raise
+    except Exception as error:  # a damaged archive raises whatever its damage leads to
         raise ModelNotFound(f"{path}: not an n-gram table made by `outrider fit`") from error
     ours = tokenizer_fingerprint(tokenizer)
     if ours and table.fingerprint and ours != table.fingerprint:
@@ -192,6 +197,16 @@ class NgramDrafter:
 
 
 _EMPTY = np.zeros(0, dtype=np.uint64)
+
+
+def _checked(text: Sequence[int], vocab_size: int) -> NDArray[np.uint64]:
+    ids = np.asarray(text, dtype=np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise UsageError(
+            f"the texts hold ids from {ids.min()} to {ids.max()}; this vocabulary has 0 to "
+            f"{vocab_size - 1}"
+        )
+    return ids.astype(np.uint64)
 
 
 def _bits(vocab_size: int) -> int:
