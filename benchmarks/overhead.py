@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers
+
 from outrider import Engine, Model, Request, SamplingPolicy, load_model
 from outrider.drafters.lookup import LookupDrafter
 from outrider.models import CachedSequence, Feed, Prompt

@@ -175,6 +175,35 @@ def test_typical_p_is_the_same_from_the_first_slice_and_from_the_whole_vocabular
     assert_same_law(law, transformers_law(logits, PROMPT, 3, END, chosen), 1e-12)
 
 
+def flat_below_a_peak(vocab_size: int, peak: float) -> Tensor:
+    """One token with most of the mass above a flat tail."""
+    logits = spread_logits(vocab_size, 13, 0.1)
+    logits[0, 17] = math.log(peak / (1 - peak) * vocab_size)
+    return logits
+
+
+LARGE_ROWS = {
+    "flat": spread_logits(5000, 11, 0.1),
+    "sloping": spread_logits(5000, 11, 4.0),
+    "steep": spread_logits(5000, 11, 16.0),
+    "peaked": spread_logits(5000, 11, 60.0),
+    "half a peak": flat_below_a_peak(5000, 0.5),
+    "a peak": flat_below_a_peak(5000, 0.997),
+    "flat and larger": spread_logits(100_000, 11, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+@pytest.mark.parametrize("row", LARGE_ROWS)
+def test_filters_by_mass_do_not_depend_on_how_much_of_a_row_they_must_look_at(
+    row: str, name: str
+) -> None:
+    for mass in (0.02, 0.3, 0.9, 0.99, 0.998, 0.9999):
+        law = SamplingPolicy(temperature=1.0, **{name: mass}).probs(LARGE_ROWS[row], History([0]))
+        theirs = transformers_law(LARGE_ROWS[row], [0], 1, END, {name: mass})
+        assert_same_law(law, theirs, 1e-11)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     weights=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any),
@@ -558,6 +587,21 @@ def test_a_temperature_beyond_the_range_of_float32_still_gives_a_law(
     law = policy.probs(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), History([0]))
     assert float(law.sum()) == pytest.approx(1.0)
     assert (law[:, list(banned)] == 0).all()
+
+
+# Threads
+
+
+def test_single_threaded_work_gives_the_threads_back_even_after_an_error() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError), sampling.single_threaded():
+            assert torch.get_num_threads() == 1
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # Faults

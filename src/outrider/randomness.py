@@ -119,13 +119,16 @@ class RoundNoise:
 
     def _choose(self, purpose: Purpose, offset: int, weights: Tensor) -> int:
         _require_law_dtype(weights)
-        # torch's cumulative sum into float64 is three times as fast as numpy's.
-        cumulative = _as_numpy(weights.cumsum(-1, dtype=torch.float64))
+        support = np.flatnonzero(_as_numpy(weights))
+        if len(support) < len(weights) // 8:  # filtered and greedy rows are nearly empty
+            cumulative = np.cumsum(_as_numpy(weights)[support], dtype=np.float64)
+        else:
+            # torch's cumulative sum into float64 is three times as fast as numpy's.
+            cumulative = _as_numpy(weights.cumsum(-1, dtype=torch.float64))[support]
         u = uniform(self.seed, purpose, self.origin + offset, self.origin)
         index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-        if index == cumulative.size:  # u * total rounded up to it: take the last token with mass
-            index = int(weights.nonzero()[-1])
-        return index
+        # u times the total can round up to the total.
+        return int(support[min(index, len(support) - 1)])
 
 
 class Noise:

@@ -166,13 +166,21 @@ class SamplingPolicy:
             NothingToDraw: the policy leaves a row without any token.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        peak = _finite_peak(scores, "the model's logits")
         processed = self._process(scores, history, drafted)
+        whose = "the model's logits"
         if processed is not scores:
-            scores = processed
-            peak = _peak_left(scores)
+            _check_peaks(scores.amax(-1), whose)
+            whose = "the processed logits"
+            if -math.inf in processed.amax(-1).tolist():
+                raise NothingToDraw(
+                    "the sampling settings leave no token to draw: every one is banned; "
+                    "allow at least one token at each position"
+                )
         if self.is_greedy:
-            return _one_hot(scores)
+            return _one_hot(processed, whose)
+        peak = processed.amax(-1)
+        _check_peaks(peak, whose)
+        scores = processed
         if self.temperature != 1:
             # Subtracting the peak first keeps a tiny temperature from overflowing.
             # Beyond these bounds float32 has no finite quotient, and the law is at its limit.
@@ -315,36 +323,28 @@ def _penalise_repetition(row: Tensor, ids: np.ndarray, penalty: float) -> None:
     row[where] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _one_hot(scores: Tensor) -> Tensor:
-    # numpy's argmax is ten times faster than torch's on a CPU; both take the first of equal values.
+def _one_hot(scores: Tensor, whose: str) -> Tensor:
+    # numpy's argmax is ten times faster than torch's on a CPU; both take the first of equal values,
+    # and NaN before any number, so the value found tells of every fault in the row.
     if scores.device.type == "cpu":
-        best = torch.from_numpy(scores.numpy().argmax(-1))
+        best = torch.from_numpy(scores.numpy().argmax(-1))[:, None]
     else:
-        best = scores.argmax(-1)
-    return torch.zeros_like(scores).scatter_(1, best[:, None], 1.0)
+        best = scores.argmax(-1, keepdim=True)
+    _check_peaks(scores.gather(1, best)[:, 0], whose)
+    return torch.zeros_like(scores).scatter_(1, best, 1.0)
 
 
-def _finite_peak(scores: Tensor, whose: str) -> Tensor:
-    """Row maxima [n]; NaN anywhere in a row makes its maximum NaN, so one look finds all faults."""
-    peak = scores.amax(-1)
-    values = peak.tolist()
-    if not all(map(math.isfinite, values)):
-        row, found = next(item for item in enumerate(values) if not math.isfinite(item[1]))
-        what = "nothing but -infinity" if found == -math.inf else f"{found}"
-        raise NumericalError(
-            f"{whose} are not a law: row {row} of {len(values)} holds {what}; "
-            "the model's weights or its dtype are at fault"
-        )
-    return peak
-
-
-def _peak_left(scores: Tensor) -> Tensor:
-    if -math.inf in scores.amax(-1).tolist():
-        raise NothingToDraw(
-            "the sampling settings leave no token to draw: every one is banned; "
-            "allow at least one token at each position"
-        )
-    return _finite_peak(scores, "the processed logits")
+def _check_peaks(peaks: Tensor, whose: str) -> None:
+    """Refuse rows whose maximum is not finite; NaN anywhere in a row makes its maximum NaN."""
+    values = peaks.tolist()
+    if all(map(math.isfinite, values)):
+        return
+    row, found = next(item for item in enumerate(values) if not math.isfinite(item[1]))
+    what = "nothing but -infinity" if found == -math.inf else f"{found}"
+    raise NumericalError(
+        f"{whose} are not a law: row {row} of {len(values)} holds {what}; "
+        "the model's weights, its dtype or a custom processor are at fault"
+    )
 
 
 def _require_number(name: str, value: object, *, whole: bool) -> None:
