@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +36,12 @@ _out = Console(highlight=False, markup=False, soft_wrap=True)
 _err = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
 _STYLES = {"accepted": "green", "rejected": "red strike", "correction": "bold blue"}
 _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "correction": ("[+", "+]")}
+
+# The base of everything typer says about a command line. It has no public name: some versions of
+# typer bring their own copy of click, others use the installed one.
+_BadCommandLine: type[Exception] = next(
+    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+)
 
 TargetOption = Annotated[
     str,
@@ -309,13 +314,13 @@ def main() -> NoReturn:
     """Run the command line; every error a user can cause is one line and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except click.exceptions.Exit as leaving:
+    except typer.Exit as leaving:
         code = leaving.exit_code
-    except click.ClickException as error:
-        _fail(error.format_message())
+    except _BadCommandLine as error:
+        _fail(_one_line(error))
     except OutriderError as error:
         _fail(_one_line(error))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
@@ -324,12 +329,14 @@ def main() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    if message:  # none when no command was given: the help has been printed
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: BaseException) -> str:
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return " ".join(message.split())
 
 
 def _check_early(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,7 +64,7 @@ class Checkpoint:
     Attributes:
         name: what the user called it.
         source: a folder, or a hub id.
-        is_local: whether `source` is a folder; nothing is then looked up on the network.
+        is_local: whether everything is on this machine; nothing is then looked up on the network.
     """
 
     name: str
@@ -111,7 +112,7 @@ def find_checkpoint(
     if reference == "default":
         file = default_gguf()
         if file is None:
-            return Checkpoint("default", DEFAULT_HUB_ID, is_local=False)
+            return _on_hub("default", DEFAULT_HUB_ID)
         return _imported(file, "default", dtype, notify or _to_stderr)
     path = Path(reference).expanduser()
     if path.is_dir():
@@ -133,7 +134,7 @@ def find_checkpoint(
         raise ModelNotFound(
             f"no model at {reference!r}; pass a model folder, a .gguf file, a hub id or 'default'"
         )
-    return Checkpoint(reference, reference, is_local=False)
+    return _on_hub(reference, reference)
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -155,7 +156,8 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 def load_tokenizer(checkpoint: Checkpoint) -> HuggingFaceTokenizer | None:
     """The tokenizer, or None where a local folder holds none."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if checkpoint.is_local and not any(Path(checkpoint.source, name).exists() for name in names):
+    folder = Path(checkpoint.source)
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
         return None
     with _reading(checkpoint):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -209,6 +211,20 @@ class HuggingFaceTokenizer:
         for string, token in known.items():
             strings[token] = string
         return strings
+
+
+def _on_hub(name: str, hub_id: str) -> Checkpoint:
+    """A hub id that exists. Asked once: transformers tries for half a minute before it gives up."""
+    try:
+        HfApi().model_info(hub_id, timeout=10)
+    except Exception as error:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+            return Checkpoint(name, hub_id, is_local=True)  # downloaded before; offline is fine
+        raise ModelNotFound(
+            f"no model {name!r}: no such folder or file here, and the hub does not deliver "
+            f"{hub_id} ({type(error).__name__}); pass a folder, a .gguf file or 'default'"
+        ) from error
+    return Checkpoint(name, hub_id, is_local=False)
 
 
 def _imported(
@@ -285,8 +301,7 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
         if checkpoint.is_local:
             raise UnsupportedModel(f"{checkpoint.name}: cannot be read: {first_line}") from error
         raise ModelNotFound(
-            f"no model {checkpoint.name!r}: no such folder or file here, and the hub did not "
-            f"deliver it ({type(error).__name__}); pass a folder, a .gguf file or 'default'"
+            f"{checkpoint.name}: the hub did not deliver the model: {first_line}"
         ) from error
     finally:
         logger.setLevel(level)
