@@ -169,16 +169,20 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> list[Result]:
         """Results of all requests, in order.
 
+        Events of requests that were added before are not kept; collect those with `step`.
+
         Raises:
             OutriderError: the only request failed.
             GenerationError: some of several requests failed; every result is attached.
         """
+        for request in requests:
+            request.check(self.target)  # all of them before the first is queued
         ids = [self.add(request) for request in requests]
         results: dict[int, Result] = {}
         try:
-            while len(results) < len(ids):
+            while not results.keys() >= set(ids):
                 for event in self.step():
-                    if event.result is not None and event.request_id in ids:
+                    if event.result is not None:
                         results[event.request_id] = event.result
         finally:
             for request_id in ids:

@@ -1,4 +1,4 @@
-"""Drafters for proofs only: random, hostile, and two that break the contract."""
+"""Drafters for proofs only: random, hostile, and three that break the contract."""
 
 from __future__ import annotations
 
@@ -58,12 +58,16 @@ class UniformDrafter(TestDrafter):
         return Draft([noise.draft(i, q[i]) for i in range(gamma)], q)
 
 
-class HostileDrafter(TestDrafter):
-    """Always the token that the target thinks least of, as a point mass."""
+class LawDrafter(TestDrafter):
+    """A drafter with a law of its own, or of the target."""
 
     def __init__(self, vocab_size: int, law: Law) -> None:
         super().__init__(vocab_size)
         self.law = law
+
+
+class HostileDrafter(LawDrafter):
+    """Always the token that the target thinks least of, as a point mass."""
 
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
@@ -74,15 +78,11 @@ class HostileDrafter(TestDrafter):
         return Draft(tokens)
 
 
-class StoppingDrafter(TestDrafter):
+class StoppingDrafter(LawDrafter):
     """Draws from a law of its own and stops after a token it finds odd, keeping that token.
 
     Whether it stops depends on the tokens drawn: allowed, because nothing drawn is dropped.
     """
-
-    def __init__(self, vocab_size: int, law: Law) -> None:
-        super().__init__(vocab_size)
-        self.law = law
 
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
@@ -96,7 +96,7 @@ class StoppingDrafter(TestDrafter):
         return Draft(tokens, torch.stack(rows))
 
 
-class DroppingDrafter(StoppingDrafter):
+class DroppingDrafter(LawDrafter):
     """Breaks the contract: a drawn token of low confidence is thrown away."""
 
     def one(
@@ -114,12 +114,8 @@ class DroppingDrafter(StoppingDrafter):
         return Draft(tokens, torch.stack(rows) if rows else None)
 
 
-class UnfilteredDrafter(TestDrafter):
+class UnfilteredDrafter(LawDrafter):
     """Breaks the contract: draws from its filtered law, reports the unfiltered one as q."""
-
-    def __init__(self, vocab_size: int, law: Law) -> None:
-        super().__init__(vocab_size)
-        self.law = law
 
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
@@ -134,12 +130,8 @@ class UnfilteredDrafter(TestDrafter):
         return Draft(tokens, torch.stack(rows))
 
 
-class SoftGreedyDrafter(TestDrafter):
+class SoftGreedyDrafter(LawDrafter):
     """Breaks the contract: drafts the likeliest token, reports the whole law as q."""
-
-    def __init__(self, vocab_size: int, law: Law) -> None:
-        super().__init__(vocab_size)
-        self.law = law
 
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise

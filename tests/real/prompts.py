@@ -33,7 +33,7 @@ PROMPTS = {
     "unicode": "Repeat exactly: naïve café “déjà vu” … 東京 🚀 Ελληνικά",
     "maths": "What is 17 times 23? Show every step.",
     "repeat": "Repeat this sentence four times: The lamp turns slowly until the morning.",
-    "summary": "Summarise this text in two sentences.\n\n" + 2 * _LONG,
+    "summary": "Summarise this text in two sentences.\n\n" + _LONG,
     "question": _LONG + "\n\nHow many bridges are there, and what is the oldest made of?",
     "edit": "Repeat this text and replace every 'river' by 'stream'.\n\n" + _LONG,
 }

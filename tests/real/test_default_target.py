@@ -12,7 +12,7 @@ from real.prompts import PROMPTS
 
 pytestmark = pytest.mark.real
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 SETTINGS = {
     "greedy": {"temperature": 0.0, "rule": "block"},
     "coupled": {"temperature": 1.0, "top_p": 0.95, "rule": "coupled", "seed": 7},
