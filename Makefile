@@ -16,8 +16,9 @@ keeper stay awake all night, and the lamp turn slowly until the morning.
 demo: $(VENV)/ready
 	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --max-new-tokens 96 --trace --compare
 
+# A process per core with one thread each: threads that wait for each other on busy cores are slow.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

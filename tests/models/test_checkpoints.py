@@ -352,7 +352,7 @@ def test_a_reference_that_leads_nowhere_is_one_line_that_names_it(
 ) -> None:
     wrong = make(tmp_path)
     with pytest.raises(ModelNotFound) as caught:
-        load(wrong)
+        load_model(wrong)
     assert_one_line(caught.value, wrong.removeprefix("toy:"))
     assert capfd.readouterr() == ("", "")
 
