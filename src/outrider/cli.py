@@ -128,9 +128,9 @@ def generate(
         "gamma": gamma,
         "rule": rule,
         "seed": seed,
-        "stop": tuple(stop or ()),
+        "stop": tuple(_utf8(item, "a stop string") for item in stop or ()),
         "logprobs": logprobs,
-        "system": system,
+        "system": None if system is None else _utf8(system, "the system message"),
         "raw": raw,
     }
     _check_early(settings)
@@ -189,7 +189,9 @@ def chat(
     }
     _check_early(settings)
     pair = _load(target, drafter, engine, dtype, device)
-    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages = []
+    if system is not None:
+        messages.append({"role": "system", "content": _utf8(system, "the system message")})
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -199,7 +201,7 @@ def chat(
             raise UsageError("the input is not valid UTF-8") from error
         if not line.strip():
             return
-        asked = [*messages, {"role": "user", "content": line}]
+        asked = [*messages, {"role": "user", "content": _utf8(line, "the input")}]
         try:
             events = pair.stream(asked, **settings)
         except OutriderError as error:
@@ -228,8 +230,11 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models that are here, where they are and what they can do."""
-    from outrider.models import catalog, checkpoints
+    from outrider.models import catalog, check_choices, checkpoints
 
+    check_choices(dtype=dtype)
+    if dtype != "auto" and prepare is None:
+        raise UsageError("--dtype says how --prepare stores a model; pass --prepare REF with it")
     if clear_cache:
         freed = checkpoints.clear_cache()
         _err.print(f"freed {freed / 1e6:.0f} MB in {checkpoints.cache_folder()}")
@@ -293,7 +298,10 @@ def fit(
         )
         counted.extend([*result.prompt_ids, *result.token_ids] for result in results)
     table = fit_ngrams(counted, order=order, vocab_size=pair.target.vocab_size, tokenizer=tokenizer)
-    table.save(output)
+    try:
+        table.save(output)
+    except OSError as error:
+        raise UsageError(f"cannot write {str(output)!r}: {error.strerror}") from error
     facts: dict[str, str | int] = {
         "file": str(output),
         "order": table.order,
@@ -312,6 +320,11 @@ def fit(
 
 def main() -> NoReturn:
     """Run the command line; every error a user can cause is one line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(
+            stream, "reconfigure"
+        ):  # a terminal that lacks a character shows a question mark
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
     except typer.Exit as leaving:
@@ -347,8 +360,10 @@ def _check_early(settings: Settings) -> None:
 
 
 def _load(target: str, drafter: str, engine: str, dtype: str, device: str) -> Pair:
+    from outrider.models import check_choices
     from outrider.pair import load
 
+    check_choices(engine, dtype)
     pair = load(target, drafter, engine=engine, dtype=dtype, device=device)  # type: ignore[arg-type]
     for notice in getattr(pair.target, "notices", ()):
         _err.print(f"note: {notice}", style="dim")
@@ -357,24 +372,32 @@ def _load(target: str, drafter: str, engine: str, dtype: str, device: str) -> Pa
 
 def _read_prompt(argument: str) -> str:
     if argument == "-":
+        if sys.stdin is None:
+            raise UsageError("there is no stdin to read the prompt from; pass text or @FILE")
         data = sys.stdin.buffer.read()
         return _decoded(data, "stdin")
     if argument.startswith("@@"):
         argument = argument[1:]
     elif argument.startswith("@"):
         return _read_file(Path(argument[1:]))
+    return _utf8(argument, "the prompt")
+
+
+def _utf8(text: str, what: str) -> str:
+    """`text`, unless it carries bytes that are not UTF-8 (kept by Python as lone surrogates)."""
     try:
-        argument.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from error
-    return argument
+        raise UsageError(f"{what} is not valid UTF-8; check the terminal's encoding") from error
+    return text
 
 
 def _read_file(path: Path) -> str:
     try:
         data = path.expanduser().read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {str(path)!r}: {reason}") from error
     return _decoded(data, repr(str(path)))
 
 
@@ -442,8 +465,9 @@ def _compare(pair: Pair, request: Request, *, trace: bool, as_json: bool) -> Non
         print(json.dumps(facts))
     else:
         if not trace:
-            _out.print(speculative.text)
-            _out.print()
+            print(speculative.text + "\n", flush=True)
+        if speculative.logprobs is not None:
+            _print_logprobs(speculative, pair.target.tokenizer)
         _print_comparison(comparison)
     if comparison.must_agree and not comparison.agrees:
         _err.print("the texts differ and must not: a near tie in low precision, or a fault")
@@ -492,8 +516,13 @@ def _print_trace(rounds: Sequence[Round], tokenizer: Tokenizer | None) -> None:
     for number, item in enumerate(rounds, start=1):
         line = Text(f"{number:>{width}} ", style="dim")
         for fate, text in round_pieces(item, tokenizer):
-            line.append(_marked(fate, text.replace("\n", "\u21b5"), coloured))
+            line.append(_marked(fate, _visible(text), coloured))
         _out.print(line)
+
+
+def _visible(text: str) -> str:
+    """Line ends and tabs as signs: a round is one line."""
+    return text.replace("\n", "\u21b5").replace("\r", "\u240d").replace("\t", "\u21e5")
 
 
 def _marked(fate: str, text: str, coloured: bool) -> Text:

@@ -26,6 +26,7 @@ __all__ = [
     "Feed",
     "Model",
     "Prompt",
+    "check_choices",
     "check_same_tokenizer",
     "load_model",
 ]
@@ -131,17 +132,22 @@ def load_model(
         UnsupportedModel: the model cannot be rolled back exactly.
         UsageError: an unknown engine, dtype or device.
     """
+    check_choices(engine, dtype)
+    if reference.startswith("toy:"):
+        from outrider.models.toy import load_toy
+
+        return cast(Model, load_toy(reference, dtype=dtype, device=device))
+    from outrider.models.causal import load_causal
+
+    return cast(Model, load_causal(reference, dtype=dtype, device=device))
+
+
+def check_choices(engine: str = "auto", dtype: str = "auto") -> None:
+    """Refuse an unknown engine or dtype; raises UsageError."""
     if engine not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine!r}")
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
-    if reference.startswith("toy:"):
-        from outrider.models.toy import load_toy
-
-        return cast(Model, load_toy(reference))
-    from outrider.models.causal import load_causal
-
-    return cast(Model, load_causal(reference, dtype=dtype, device=device))
 
 
 def check_same_tokenizer(target: Model, drafter: Model) -> None:

@@ -130,6 +130,11 @@ class _RowMask(NamedTuple):
     masks: Sequence[Tensor | None]
 
 
+_NO_SINGLE_LENGTH = object()
+"""What a shared row answers when asked for its length. A model may pass it on, but one that counts
+positions with it fails at once, in the probe, and is run one sequence at a time."""
+
+
 class _PassCache(Cache):  # type: ignore[misc]
     """The cache object of one forward pass, as transformers wants it.
 
@@ -159,6 +164,8 @@ class _PassCache(Cache):  # type: ignore[misc]
         return [keys for keys, _ in views], [values for _, values in views]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self._ragged:
+            return _NO_SINGLE_LENGTH  # type: ignore[return-value]
         return self._segments[0].sequence.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -114,14 +114,18 @@ def find_checkpoint(
         if file is None:
             return _on_hub("default", DEFAULT_HUB_ID)
         return _imported(file, "default", dtype, notify or _to_stderr)
-    path = Path(reference).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(reference).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelNotFound(f"no model at {reference!r}: {error}") from error
+    if is_folder and reference.strip():
         if not (path / "config.json").is_file():
             raise ModelNotFound(
                 f"{reference}: a model folder must hold a config.json; this one has none"
             )
         return Checkpoint(reference, str(path), is_local=True)
-    if path.is_file():
+    if is_file:
         with path.open("rb") as file_start:
             magic = file_start.read(4)
         if magic != b"GGUF":
@@ -146,9 +150,19 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
 def load_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The model in evaluation mode on the CPU."""
     with _reading(checkpoint):
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.source, dtype=dtype, local_files_only=checkpoint.is_local
+        model, report = AutoModelForCausalLM.from_pretrained(
+            checkpoint.source,
+            dtype=dtype,
+            local_files_only=checkpoint.is_local,
+            output_loading_info=True,
         )
+        # transformers fills what it does not find with random numbers.
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise UnsupportedModel(
+                f"{checkpoint.name}: the weights are incomplete: {len(missing)} tensors are "
+                f"missing, the first is {missing[0]}"
+            )
     model.eval()
     return model
 
@@ -235,7 +249,13 @@ def _imported(
     folder = cache_folder() / "models" / f"{file.stem}-{precision}-{_fingerprint(file)}"
     if not _is_whole(folder):
         notify(f"reading {file.name} for the first time; later starts are quick")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot keep imported models in {str(folder.parent)!r} ({error.strerror}); "
+                "set OUTRIDER_CACHE to a folder that can be written"
+            ) from error
         shutil.rmtree(folder, ignore_errors=True)
         # Written beside its place and renamed, so a folder under this name is always a whole one.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".import-") as unfinished:
@@ -247,7 +267,7 @@ def _imported(
 
 
 def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
-    source, name = str(file.resolve().parent), file.name
+    source, name = str(file.absolute().parent), file.name
     with _reading(Checkpoint(str(file), source, is_local=True)):
         # Without `dequantize` the weights stay packed blocks that only special kernels can use.
         model = AutoModelForCausalLM.from_pretrained(

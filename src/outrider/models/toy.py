@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelNotFound
+from outrider.errors import ModelNotFound, UsageError
 from outrider.models import Feed, Prompt
 from outrider.text import Message, Tokenizer
 
@@ -146,8 +146,13 @@ class ByteTokenizer:
         return [*(f"<{byte:02x}>" for byte in range(256)), "<end>"]
 
 
-def load_toy(reference: str) -> ToyModel:
-    """The built-in toy model called `toy:NAME`."""
+def load_toy(reference: str, *, dtype: str = "auto", device: str = "auto") -> ToyModel:
+    """The built-in toy model called `toy:NAME`; it computes in float64 on the CPU only."""
+    if dtype != "auto" or device not in ("auto", "cpu"):
+        raise UsageError(
+            f"{reference} computes in float64 on the CPU; leave dtype {dtype!r} and device "
+            f"{device!r} at auto"
+        )
     size = 257
     target = hashed_law(size, seed=1, sharpness=4.0)
     laws = {
