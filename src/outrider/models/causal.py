@@ -130,9 +130,21 @@ class _RowMask(NamedTuple):
     masks: Sequence[Tensor | None]
 
 
-_NO_SINGLE_LENGTH = object()
-"""What a shared row answers when asked for its length. A model may pass it on, but one that counts
-positions with it fails at once, in the probe, and is run one sequence at a time."""
+class _NoSingleLength:
+    """What a shared row answers when it is asked for its length.
+
+    A model may pass it on, or add it to a number to size a mask that it then does not need. One
+    that counts positions with it (a tensor plus this) fails at once, in the probe at load, and is
+    run one sequence at a time.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def __add__(self, other: object) -> int:
+        return self._longest + other if isinstance(other, int) else NotImplemented
+
+    __radd__ = __add__
 
 
 class _PassCache(Cache):  # type: ignore[misc]
@@ -165,7 +177,8 @@ class _PassCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if self._ragged:
-            return _NO_SINGLE_LENGTH  # type: ignore[return-value]
+            longest = max(segment.sequence.length for segment in self._segments)
+            return _NoSingleLength(longest)  # type: ignore[return-value]
         return self._segments[0].sequence.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
