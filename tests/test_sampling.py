@@ -358,6 +358,13 @@ def test_tokens_that_tie_at_the_border_are_kept_together(chosen: Settings, kept:
         assert sorted(order[i] for i in law[0].nonzero()[:, 0].tolist()) == kept
 
 
+@pytest.mark.parametrize("chosen", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 1.0}], ids=str)
+def test_a_hair_below_the_border_is_not_a_tie(chosen: Settings) -> None:
+    logits = torch.tensor([[1.0, 1.0 - 1e-12, 0.0]], dtype=torch.float64)
+    law = SamplingPolicy(temperature=1.0, **chosen).probs(logits, History([0]))
+    assert law.tolist() == [[1, 0, 0]]
+
+
 @pytest.mark.parametrize("chosen", [{"top_k": 7}, {"top_p": 0.3}, {"typical_p": 0.3}], ids=str)
 def test_a_uniform_row_of_5000_stays_uniform(chosen: Settings) -> None:
     law = SamplingPolicy(temperature=1.0, **chosen).probs(torch.zeros(1, 5000), History([0]))
@@ -500,6 +507,16 @@ def situations(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
     return logits, draw(some_ids), drafted
 
 
+@pytest.mark.parametrize("chosen", SINGLE + COMBINED, ids=str)
+def test_every_row_of_a_draft_is_processed(chosen: Settings) -> None:
+    logits = torch.cat([spread_logits(40, seed, 6.0 + seed) for seed in range(3)])
+    policy = SamplingPolicy(**{"temperature": 1.0, **chosen})
+    law = policy.probs(logits, history_of(PROMPT, [0], END), [2, 1])
+    for i, row in enumerate(logits):
+        alone = policy.probs(row[None], history_of(PROMPT, [0, 2, 1][: i + 1], END))
+        assert torch.equal(law[i], alone[0])
+
+
 @settings(max_examples=40, deadline=None)
 @given(policy=policies(), situation=situations())
 def test_a_row_in_a_draft_is_the_row_after_the_same_tokens_committed(
@@ -562,6 +579,11 @@ def test_a_tiny_temperature_is_the_greedy_row(temperature: float, dtype: torch.d
     law = policy.probs(logits, History([0]))
     greedy = SamplingPolicy().probs(logits, History([0]))
     torch.testing.assert_close(law, greedy, rtol=0, atol=1e-100)
+
+
+def test_a_tiny_temperature_does_not_overflow_with_huge_logits() -> None:
+    law = SamplingPolicy(temperature=1e-30).probs(torch.tensor([[2e9, 3e9, -1e9]]), History([0]))
+    assert law.tolist() == [[0, 1, 0]]
 
 
 def test_a_temperature_of_1e_4_still_tells_close_logits_apart_by_their_difference() -> None:

@@ -158,6 +158,15 @@ def test_a_space_after_a_special_token_is_kept(words: HuggingFaceTokenizer) -> N
     assert "".join(shown(words, ids)) == "foo bar"
 
 
+def test_a_decoder_may_write_one_sign_for_every_byte_of_an_unfinished_character(
+    words: HuggingFaceTokenizer,
+) -> None:
+    ids = [2, *(5 + byte for byte in "€🙂€".encode()), 3]
+    assert words.decode(ids[:2]).endswith(BROKEN)
+    assert words.decode(ids[:3]).endswith(BROKEN * 2)
+    assert [part for part in shown(words, ids) if part] == ["foo", "€", "🙂", "€", " bar"]
+
+
 def test_without_a_tokenizer_the_text_is_empty() -> None:
     builder = TextBuilder(None)
     assert [builder.add(token) for token in (1, 2, 3)] == [False] * 3
@@ -235,6 +244,12 @@ def test_a_stop_string_early_in_a_long_run_is_found() -> None:
     ]
     assert stopped == [6]
     assert builder.take() == "ab "
+
+
+def test_all_text_before_a_stop_string_is_shown_even_if_it_looks_like_its_beginning() -> None:
+    builder = TextBuilder(BYTES, ["ab"])
+    assert [builder.add(byte) for byte in b"xaab"] == [False, False, False, True]
+    assert builder.take() == "xa"
 
 
 def test_a_stop_string_at_the_very_beginning_leaves_no_text() -> None:

@@ -112,14 +112,17 @@ class RoundNoise:
         """
         _require_law_dtype(p)
         row = _as_numpy(p)
-        support = np.flatnonzero(row)
+        support = np.flatnonzero(row > 0)
         position = self.origin + offset
         noise = exponentials(self.seed, Purpose.TOKEN, position, int(support[-1]) + 1)
         return int(support[np.argmin(noise[support] / row[support])])
 
     def _choose(self, purpose: Purpose, offset: int, weights: Tensor) -> int:
         _require_law_dtype(weights)
-        support = np.flatnonzero(_as_numpy(weights))
+        # Comparing first: numpy finds the set places of a boolean row ten times as fast.
+        support = np.flatnonzero(_as_numpy(weights) > 0)
+        if len(support) == 1:
+            return int(support[0])
         if len(support) < len(weights) // 8:  # filtered and greedy rows are nearly empty
             cumulative = np.cumsum(_as_numpy(weights)[support], dtype=np.float64)
         else:

@@ -169,7 +169,7 @@ class SamplingPolicy:
         processed = self._process(scores, history, drafted)
         whose = "the model's logits"
         if processed is not scores:
-            _check_peaks(scores.amax(-1), whose)
+            _check_peaks(scores.amax(-1).tolist(), whose)
             whose = "the processed logits"
             if -math.inf in processed.amax(-1).tolist():
                 raise NothingToDraw(
@@ -179,7 +179,7 @@ class SamplingPolicy:
         if self.is_greedy:
             return _one_hot(processed, whose)
         peak = processed.amax(-1)
-        _check_peaks(peak, whose)
+        _check_peaks(peak.tolist(), whose)
         scores = processed
         if self.temperature != 1:
             # Subtracting the peak first keeps a tiny temperature from overflowing.
@@ -324,19 +324,23 @@ def _penalise_repetition(row: Tensor, ids: np.ndarray, penalty: float) -> None:
 
 
 def _one_hot(scores: Tensor, whose: str) -> Tensor:
-    # numpy's argmax is ten times faster than torch's on a CPU; both take the first of equal values,
-    # and NaN before any number, so the value found tells of every fault in the row.
-    if scores.device.type == "cpu":
-        best = torch.from_numpy(scores.numpy().argmax(-1))[:, None]
-    else:
+    # The first of equal values is taken, and NaN before any number: the value found tells of every
+    # fault in the row.
+    if scores.device.type != "cpu":
         best = scores.argmax(-1, keepdim=True)
-    _check_peaks(scores.gather(1, best)[:, 0], whose)
-    return torch.zeros_like(scores).scatter_(1, best, 1.0)
+        _check_peaks(scores.gather(1, best)[:, 0].tolist(), whose)
+        return torch.zeros_like(scores).scatter_(1, best, 1.0)
+    # numpy's argmax is ten times as fast as torch's, and its zeros are pages never written to.
+    array = scores.numpy()
+    rows, found = np.arange(len(array)), array.argmax(-1)
+    _check_peaks(array[rows, found].tolist(), whose)
+    hot = np.zeros_like(array)
+    hot[rows, found] = 1.0
+    return torch.from_numpy(hot)
 
 
-def _check_peaks(peaks: Tensor, whose: str) -> None:
+def _check_peaks(values: list[float], whose: str) -> None:
     """Refuse rows whose maximum is not finite; NaN anywhere in a row makes its maximum NaN."""
-    values = peaks.tolist()
     if all(map(math.isfinite, values)):
         return
     row, found = next(item for item in enumerate(values) if not math.isfinite(item[1]))
