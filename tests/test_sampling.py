@@ -735,7 +735,7 @@ def in_place(input_ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "chosen",
     [{}, *SINGLE, *COMBINED, {"frequency_penalty": 1.0}, {"processors": (in_place,)}],
-    ids=str,
+    ids=lambda chosen: str(sorted(chosen)),
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_logits_history_and_draft_are_not_modified(
