@@ -297,6 +297,21 @@ def test_draws_follow_the_row(draw: Callable[[RoundNoise, Tensor], int], row: Te
     assert_follows([draw(noise, row) for noise in rounds(6_000)], row)
 
 
+@pytest.mark.parametrize("draw", BY_CHOICE, ids=NAMES[:2])
+@settings(deadline=None, max_examples=50)
+@given(weights=some_weights, seed=st.integers(0, 1000))
+def test_zeros_between_the_weights_do_not_change_which_of_them_is_drawn(
+    draw: Callable[[RoundNoise, Tensor], int], weights: list[int], seed: int
+) -> None:
+    # A filtered row of a large vocabulary is nearly empty.
+    sparse = torch.zeros(20 * len(weights))
+    sparse[7::20] = law(*weights, dtype=torch.float32)
+    noise = RoundNoise(seed, 3)
+    drawn = draw(noise, law(*weights, dtype=torch.float32))
+    assert weights[drawn] > 0
+    assert draw(noise, sparse) == 20 * drawn + 7
+
+
 def test_weights_need_not_be_normalised() -> None:
     weights = law(3e-4, 0, 1e-4, 2e-4, dtype=torch.float32)
     assert_follows([noise.residual(2, weights) for noise in rounds(6_000)], weights)

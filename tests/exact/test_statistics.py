@@ -38,7 +38,8 @@ from outrider.sampling import History, SamplingPolicy
 
 SIZE = 3
 WINDOW = 3
-NUM_SAMPLES = 4000
+NUM_SAMPLES = 4000  # of each control, and of the sensitivity stated above
+NUM_FOLLOWING = 2500  # of each rule that must follow the law
 P_FALSE = 1e-6
 PROMPT = [0, 1, 2, 0, 1]
 TARGET_LAW = hashed_law(SIZE, seed=41, order=2, sharpness=1.2)
@@ -56,15 +57,20 @@ def known_law(start: int) -> Law:
 
 
 def sample(
-    drafter: Drafter | None, *, start: int, rule: str, gamma: int = 2
+    drafter: Drafter | None,
+    *,
+    start: int,
+    rule: str,
+    gamma: int = 2,
+    num_samples: int = NUM_SAMPLES,
 ) -> Counter[tuple[int, ...]]:
-    """Counts of tokens start .. start + WINDOW - 1 over seeds 0 .. NUM_SAMPLES - 1."""
+    """Counts of tokens start .. start + WINDOW - 1 over seeds 0 .. num_samples - 1."""
     engine = Engine(ToyModel(TARGET_LAW, SIZE), drafter, max_batch=200)
     end = start + WINDOW
     requests = [
         # One token more than is counted, or the limit would shorten the first draft to gamma - 1.
         Request(PROMPT, POLICY, max_new_tokens=end + 1, gamma=gamma, rule=rule, seed=seed)
-        for seed in range(NUM_SAMPLES)
+        for seed in range(num_samples)
     ]
     return Counter(tuple(result.token_ids[start:end]) for result in engine.generate(requests))
 
@@ -99,7 +105,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 )
 @pytest.mark.parametrize("rule", verification.RULES)
 def test_the_loop_follows_the_law(rule: str, drafter: str, start: int) -> None:
-    counts = sample(DRAFTERS[drafter](), start=start, rule=rule)
+    counts = sample(DRAFTERS[drafter](), start=start, rule=rule, num_samples=NUM_FOLLOWING)
     assert g_test(counts, known_law(start)) > P_FALSE
 
 
