@@ -377,6 +377,16 @@ def test_a_failed_request_keeps_its_tokens_and_does_not_disturb_its_neighbours()
     assert isinstance(failed.error, NumericalError)
 
 
+def test_a_sick_drafter_costs_the_drafts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    def law(prefix: Sequence[int]) -> Tensor:
+        return NEAR(prefix) * (math.nan if len(prefix) > 8 else 1.0)
+
+    sick = ModelDrafter(ToyModel(law, SIZE), target_vocab_size=SIZE)
+    results = Engine(ToyModel(LAW, SIZE), sick).generate([Request(PROMPT, max_new_tokens=20)] * 2)
+    assert [result.token_ids for result in results] == [GREEDY_TEXT[:20]] * 2
+    assert "decoding without drafts" in caplog.text
+
+
 def test_settings_that_leave_no_token_are_an_error_not_a_hang() -> None:
     with pytest.raises(NothingToDraw, match="leave no token"):
         run(Request(PROMPT, SamplingPolicy(banned_tokens=tuple(range(SIZE)))), near())

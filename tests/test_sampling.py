@@ -663,6 +663,34 @@ def test_logits_that_are_no_law_are_an_error_that_names_the_row(
     on_one_line(error, "row 1 of 3", found)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_fault_of_the_model_is_not_hidden_by_a_ban(value: float, temperature: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, value, 2.0]])
+    with pytest.raises(NumericalError) as error:
+        SamplingPolicy(temperature=temperature, banned_tokens=(2,)).probs(logits, History([0]))
+    on_one_line(error, "the model's logits", "row 0 of 1")
+
+
+def test_a_model_that_excludes_every_token_is_at_fault_whatever_the_policy() -> None:
+    logits = torch.full((1, 4), -math.inf)
+    with pytest.raises(NumericalError) as error:
+        SamplingPolicy(temperature=1.0, banned_tokens=(2,)).probs(logits, History([0]))
+    on_one_line(error, "nothing but -infinity")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_one_row_without_a_token_is_enough_for_a_usage_error(row: int, temperature: float) -> None:
+    logits = FOUR.repeat(3, 1)
+    logits[row, :3] = -math.inf
+    with pytest.raises(UsageError) as error:
+        SamplingPolicy(temperature=temperature, banned_tokens=(3,)).probs(
+            logits, History([0]), [1, 2]
+        )
+    on_one_line(error, "no token")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits_with_nan_are_an_error(dtype: torch.dtype) -> None:
     with pytest.raises(NumericalError):
@@ -791,8 +819,8 @@ def test_settings_for_ids_beyond_a_smaller_vocabulary_are_ignored(
 def test_tokens_beyond_a_smaller_vocabulary_are_ignored_by_penalties(chosen: Settings) -> None:
     policy = SamplingPolicy(temperature=1.0, **chosen)
     law = policy.probs(FOUR.repeat(2, 1), history_of([0, 9], [1, 4], frozenset({3, 8})), [4])
-    plain = policy.probs(FOUR.repeat(2, 1), history_of([0], [1], frozenset({3})), [])
-    torch.testing.assert_close(law[1], plain[1])
+    plain = policy.probs(FOUR, history_of([0], [1], frozenset({3})))
+    torch.testing.assert_close(law[1], plain[0])
 
 
 # Validation
@@ -856,6 +884,7 @@ def test_an_integer_too_large_for_a_float_is_refused_by_name(name: str) -> None:
     ("name", "value"),
     [
         ("logit_bias", None),
+        ("logit_bias", [5]),
         ("logit_bias", {"5": 1.0}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1.5: 1.0}),

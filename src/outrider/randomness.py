@@ -119,6 +119,7 @@ class RoundNoise:
 
     def _choose(self, purpose: Purpose, offset: int, weights: Tensor) -> int:
         _require_law_dtype(weights)
+        weights = weights.cpu()  # one draw, one order of summation, on every device
         # Comparing first: numpy finds the set places of a boolean row ten times as fast.
         support = np.flatnonzero(_as_numpy(weights) > 0)
         if len(support) == 1:

@@ -124,6 +124,7 @@ class SamplingPolicy:
         _require_ids("logit_bias", self.logit_bias)
         for token, bias in self.logit_bias.items():
             _require_number(f"logit_bias[{token}]", bias, whole=False)
+            _require(abs(bias) < 1e30, f"logit_bias[{token}]", "within 1e30 of 0", bias)
         _require_ids("banned_tokens", self.banned_tokens)
         processors: object = self.processors
         if not isinstance(processors, Sequence) or not all(map(callable, processors)):
@@ -165,6 +166,7 @@ class SamplingPolicy:
             NumericalError: a row with NaN, +infinity, or nothing but -infinity.
             NothingToDraw: the policy leaves a row without any token.
         """
+        assert 0 < len(logits) <= len(drafted) + 1, (len(logits), len(drafted))
         scores = logits if logits.dtype == torch.float64 else logits.float()
         processed = self._process(scores, history, drafted)
         whose = "the model's logits"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.errors import NothingToDraw
+from outrider.errors import NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
 
 __all__ = ["ModelDrafter"]
+
+_LOG = logging.getLogger("outrider")
 
 
 class ModelDrafter:
@@ -63,6 +66,11 @@ class ModelDrafter:
                     try:
                         law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
                     except NothingToDraw:  # what the policy allows, this vocabulary does not have
+                        limits[i] = step
+                        continue
+                    except NumericalError as error:
+                        # A sick drafter must not cost the target its requests.
+                        _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
                         limits[i] = step
                         continue
                     one_hot = policies[i].is_greedy
