@@ -26,8 +26,15 @@ LAYERS = [
     {"__main__", "__init__"},
 ]
 FRAMEWORKS = {
-    "transformers": {"models/causal.py", "models/checkpoints.py", "models/seq2seq.py"},
-    "openvino": {"models/paged.py"},
+    "transformers": {
+        "models/architecture.py",
+        "models/causal.py",
+        "models/checkpoints.py",
+        "models/conversion.py",
+        "models/seq2seq.py",
+    },
+    "openvino": {"models/openvino.py"},
+    "nncf": {"models/conversion.py"},
 }
 
 

@@ -68,8 +68,11 @@ MinNewOption = Annotated[int, typer.Option(help="No end before this many tokens.
 SeedOption = Annotated[int | None, typer.Option(help="Makes a sampled text repeatable.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.")]
 SystemOption = Annotated[str | None, typer.Option(help="System message.")]
-EngineOption = Annotated[str, typer.Option(help="auto or torch.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+EngineOption = Annotated[str, typer.Option(help="auto, openvino or torch.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or int8 (openvino).")]
+KvMemoryOption = Annotated[
+    float | None, typer.Option(metavar="GIB", help="Memory for keys and values (openvino).")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
 
@@ -99,6 +102,7 @@ def generate(
     engine: EngineOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    kv_memory: KvMemoryOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show every round in colour.")] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, with the K likeliest tokens.")
@@ -134,7 +138,7 @@ def generate(
         "raw": raw,
     }
     _check_early(settings)
-    pair = _load(target, drafter, engine, dtype, device)
+    pair = _load(target, drafter, engine, dtype, device, kv_memory)
     request = pair.request(text, **settings)
     if compare:
         _compare(pair, request, trace=trace, as_json=as_json)
@@ -171,6 +175,7 @@ def chat(
     engine: EngineOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    kv_memory: KvMemoryOption = None,
 ) -> None:
     """Hold a conversation in the terminal. An empty line or Ctrl-D ends it, Ctrl-C an answer."""
     settings: Settings = {
@@ -188,7 +193,7 @@ def chat(
         "seed": seed,
     }
     _check_early(settings)
-    pair = _load(target, drafter, engine, dtype, device)
+    pair = _load(target, drafter, engine, dtype, device, kv_memory)
     messages = []
     if system is not None:
         messages.append({"role": "system", "content": _utf8(system, "the system message")})
@@ -230,14 +235,14 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models that are here, where they are and what they can do."""
-    from outrider.models import catalog, check_choices, checkpoints
+    from outrider.models import cache, catalog, check_choices
 
     check_choices(dtype=dtype)
     if dtype != "auto" and prepare is None:
         raise UsageError("--dtype says how --prepare stores a model; pass --prepare REF with it")
     if clear_cache:
-        freed = checkpoints.clear_cache()
-        _err.print(f"freed {freed / 1e6:.0f} MB in {checkpoints.cache_folder()}")
+        freed = cache.clear_cache()
+        _err.print(f"freed {freed / 1e6:.0f} MB in {cache.cache_folder()}")
     if prepare is not None:
         from outrider.models import load_model
 
@@ -359,12 +364,28 @@ def _check_early(settings: Settings) -> None:
     check_settings(settings)
 
 
-def _load(target: str, drafter: str, engine: str, dtype: str, device: str) -> Pair:
+def _load(
+    target: str,
+    drafter: str,
+    engine: str,
+    dtype: str,
+    device: str,
+    kv_memory: float | None = None,
+) -> Pair:
     from outrider.models import check_choices
     from outrider.pair import load
 
-    check_choices(engine, dtype)
-    pair = load(target, drafter, engine=engine, dtype=dtype, device=device)  # type: ignore[arg-type]
+    check_choices(engine, dtype, device)
+    if kv_memory is not None and not 0 < kv_memory < 1e6:
+        raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
+    pair = load(
+        target,
+        drafter,
+        engine=engine,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+        device=device,
+        kv_memory=None if kv_memory is None else int(kv_memory * 2**30),
+    )
     for notice in getattr(pair.target, "notices", ()):
         _err.print(f"note: {notice}", style="dim")
     return pair

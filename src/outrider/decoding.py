@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from outrider.drafters import Drafter
-from outrider.errors import GenerationError, OutriderError, UsageError
+from outrider.errors import CacheFull, GenerationError, OutriderError, UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import Noise, RoundNoise, fresh_seed
 from outrider.requests import (
@@ -33,6 +34,9 @@ from outrider.text import TextBuilder
 from outrider.verification import Draft, Verdict, rule
 
 __all__ = ["Engine"]
+
+_WORTH_WAITING = 32
+"""Prompt tokens worth a round's wait when another request is about to cache the same ones."""
 
 
 class _Active:
@@ -71,6 +75,15 @@ class _Active:
         unseen = self.history.tokens[self.sequence.length :]
         return Feed(self.sequence, [*unseen, *draft.tokens], len(draft.tokens) + 1)
 
+    def part(self, num_tokens: int) -> Feed:
+        """The next tokens of a prompt that is too long for one pass; their logits are not used."""
+        first = self.sequence.length
+        return Feed(self.sequence, self.history.tokens[first : first + num_tokens], 1)
+
+    def restart(self, target: Model) -> None:
+        """Begin again with an empty cache; the next rounds feed the whole history."""
+        self.sequence = target.start(Prompt(self.history.tokens))
+
     def commit(self, token: int) -> FinishReason | None:
         """Append one emitted token; the reason if it ends the output."""
         self.history.tokens.append(token)
@@ -104,24 +117,37 @@ class Engine:
         target: the model whose law is kept.
         drafter: what proposes; None for plain decoding.
         max_batch: most requests in one round; further ones wait.
+        prefill_chunk: most prompt tokens read in one round, so that a long prompt does not hold up
+            the other requests.
     """
 
     def __init__(
-        self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        *,
+        max_batch: int = 32,
+        prefill_chunk: int = 256,
     ) -> None:
         if max_batch < 1:
             raise UsageError(f"max_batch must be 1 or more, not {max_batch!r}")
+        if prefill_chunk < 1:
+            raise UsageError(f"prefill_chunk must be 1 or more, not {prefill_chunk!r}")
         self.target = target
         self.drafter = drafter
         self._max_batch = max_batch
+        self._prefill_chunk = prefill_chunk
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: dict[int, _Active] = {}
+        # Requests whose caches were given up for others; they go on when one of those has left.
+        self._suspended: dict[int, _Active] = {}
+        self._has_room = False
         self._ids = count()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or active."""
-        return bool(self._waiting or self._active)
+        """Whether any request is waiting or on its way."""
+        return bool(self._waiting or self._active or self._suspended)
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. Settings the target cannot serve raise at once."""
@@ -133,34 +159,38 @@ class Engine:
     def cancel(self, request_id: int) -> Result | None:
         """End a request and free its caches; its result so far, or None if it had not begun."""
         self._waiting = deque(item for item in self._waiting if item[0] != request_id)
-        active = self._active.get(request_id)
+        active = self._active.get(request_id) or self._suspended.get(request_id)
         return None if active is None else self._leave(active, "cancelled")
 
     def step(self) -> list[Event]:
         """One round of every active request.
 
         Returns:
-            One event per request that was active; none when there is no work.
+            An event for every request that took part; no text in those of a request whose prompt
+            is still being read. None when there is no work.
         """
         self._admit()
-        batch = list(self._active.values())
-        if not batch:
-            return []
+        reading, batch = self._share_out(list(self._active.values()))
         noise = [item.noise.at(len(item.history)) for item in batch]
         drafts = self._propose(batch, noise)
-        logits = self.target.score(
-            [item.feed(draft) for item, draft in zip(batch, drafts, strict=True)]
-        )
-        events, standing = [], []
+        feeds = {item: item.feed(draft) for item, draft in zip(batch, drafts, strict=True)}
+        logits, events = self._score(feeds | reading)
+        standing = []
         first = 0
         with single_threaded():
             for item, draft, dice in zip(batch, drafts, noise, strict=True):
+                if item.id not in self._active:
+                    continue
                 rows = logits[first : first + len(draft.tokens) + 1]
                 first += len(rows)
                 event, verdict = self._settle(item, draft, rows, dice)
                 events.append(event)
                 if verdict is not None:
                     standing.append((item.history, verdict))
+        for item in reading:
+            if item.id in self._active:
+                item.stats.prefill_passes += 1
+                events.append(Event(item.id, "", [], None))
         if self.drafter is not None and standing:
             histories, verdicts = zip(*standing, strict=True)
             self.drafter.observe(histories, verdicts)
@@ -220,10 +250,83 @@ class Engine:
             self.cancel(request_id)
 
     def _admit(self) -> None:
+        """Let requests in while there is a place; those that were suspended come first."""
+        if self._suspended:
+            if self._active and not self._has_room:
+                return
+            self._has_room = False
+            for item in list(self._suspended.values()):
+                item.restart(self.target)
+                self._active[item.id] = self._suspended.pop(item.id)
         drafter = "none" if self.drafter is None else self.drafter.name
-        while self._waiting and len(self._active) < self._max_batch:
+        delayed: list[tuple[int, Request]] = []
+        while self._waiting and len(self._active) < self._max_batch and len(delayed) < 8:
             request_id, request = self._waiting.popleft()
-            self._active[request_id] = _Active(request_id, request, self.target, drafter)
+            if self._is_being_read(request.prompt):
+                delayed.append((request_id, request))
+            else:
+                self._active[request_id] = _Active(request_id, request, self.target, drafter)
+        self._waiting.extendleft(reversed(delayed))
+
+    def _is_being_read(self, prompt: Sequence[int]) -> bool:
+        """Whether a request in the same round is about to cache more of this prompt's beginning."""
+        if not self.target.shares_prefixes:
+            return False
+        for item in self._active.values():
+            end = item.sequence.length + _WORTH_WAITING
+            if item.num_emitted or end > min(len(prompt), len(item.history)):
+                continue
+            if list(prompt[:end]) == item.history.tokens[:end]:
+                return True
+        return False
+
+    def _share_out(self, items: Sequence[_Active]) -> tuple[dict[_Active, Feed], list[_Active]]:
+        """Who only reads a part of its prompt in this round, and who drafts and emits.
+
+        Prompts get `prefill_chunk` tokens in all, first come, first served; who gets none waits.
+        """
+        reading: dict[_Active, Feed] = {}
+        ready: list[_Active] = []
+        left = self._prefill_chunk
+        for item in items:
+            unseen = len(item.history) - item.sequence.length
+            if unseen == 1 or unseen <= left:
+                ready.append(item)
+                left -= unseen if unseen > 1 else 0
+            elif left:
+                reading[item] = item.part(left)
+                left = 0
+        return reading, ready
+
+    def _score(self, feeds: dict[_Active, Feed]) -> tuple[Tensor, list[Event]]:
+        """One target pass. Where the cache has no room for all, the latest request is suspended.
+
+        Returns:
+            The logits of the requests that are still active, and an event for one that failed: a
+            request for which there is no room although it is alone.
+        """
+        feeds = dict(feeds)
+        while feeds:
+            try:
+                return self.target.score(list(feeds.values())), []
+            except CacheFull as error:
+                latest = max(feeds, key=lambda item: item.id)
+                del feeds[latest]
+                if not feeds and len(self._active) == 1:
+                    result = self._leave(latest, "error", error)
+                    return torch.empty(0), [Event(latest.id, latest.text.finish(), [], result)]
+                self._suspend(latest)
+        return torch.empty(0), []
+
+    def _suspend(self, item: _Active) -> None:
+        """Give up a request's caches for others; nothing it has emitted is lost."""
+        self._suspended[item.id] = self._active.pop(item.id)
+        self._close(item)
+
+    def _close(self, item: _Active) -> None:
+        item.sequence.close()
+        if self.drafter is not None:
+            self.drafter.release(item.history)
 
     def _propose(self, batch: Sequence[_Active], noise: Sequence[RoundNoise]) -> list[Draft]:
         """A draft for every request; empty for those that draft nothing in this round."""
@@ -292,10 +395,10 @@ class Engine:
         self, item: _Active, reason: FinishReason, error: OutriderError | None = None
     ) -> Result:
         """Close everything a request holds and give its result."""
-        del self._active[item.id]
-        item.sequence.close()
-        if self.drafter is not None:
-            self.drafter.release(item.history)
+        self._active.pop(item.id, None)
+        self._suspended.pop(item.id, None)
+        self._has_room = True
+        self._close(item)
         return item.result(reason, error)
 
 

@@ -8,6 +8,7 @@ OutriderError
 ├── UnsupportedModel     a model that cannot be served exactly
 ├── VocabularyMismatch   target and drafter do not share a tokenizer
 ├── NumericalError       the model returned something that is not a law (NaN, infinity)
+├── CacheFull            the memory for keys and values is used up
 └── GenerationError      some requests of a batch failed; the others' results are attached
 """
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.requests import Result
 
 __all__ = [
+    "CacheFull",
     "ContextOverflow",
     "GenerationError",
     "ModelNotFound",
@@ -62,6 +64,17 @@ class VocabularyMismatch(OutriderError):
 
 class NumericalError(OutriderError):
     """Logits or processed rows that are not a probability law."""
+
+
+class CacheFull(OutriderError):
+    """The memory for keys and values holds no more tokens. Nothing that was cached is lost."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(
+            f"the memory for keys and values is full: room for {wanted} tokens is needed and "
+            f"{free} are free; give it more (kv_memory, --kv-memory), shorten the prompt, or run "
+            "fewer requests at once"
+        )
 
 
 class GenerationError(OutriderError):

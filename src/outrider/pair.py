@@ -154,6 +154,7 @@ def load(
     engine: EngineName = "auto",
     dtype: Dtype = "auto",
     device: str = "auto",
+    kv_memory: int | None = None,
     max_batch: int = 32,
 ) -> Pair:
     """A pair, its models loaded.
@@ -162,12 +163,13 @@ def load(
         target: "default", a folder, a `.gguf` file, a hub id, or `toy:NAME`.
         drafter: "lookup", "ngram:FILE", "none", or a model reference like `target`.
         engine, dtype, device: see `load_model`.
+        kv_memory: bytes for the target's keys and values; see `load_model`.
         max_batch: most requests decoded side by side.
 
     Raises:
         OutriderError: see `load_model` and `make_drafter`.
     """
-    model = load_model(target, engine=engine, dtype=dtype, device=device)
+    model = load_model(target, engine=engine, dtype=dtype, device=device, kv_memory=kv_memory)
     proposer = make_drafter(drafter, model, engine=engine, dtype=dtype, device=device)
     return Pair(model, proposer, max_batch=max_batch)
 

@@ -131,7 +131,8 @@ class Statistics:
 
     Attributes:
         rounds: rounds it took part in.
-        target_passes: target passes it took part in; one per round.
+        target_passes: target passes that emitted for it; one per round.
+        prefill_passes: target passes before those, each over a part of a long prompt.
         drafter_steps: passes of a drafting model spent on it.
         drafted, examined, accepted: tokens proposed, looked at by the rule, kept.
         emitted: accepted + rounds, before the output was cut at its end.
@@ -142,6 +143,7 @@ class Statistics:
 
     rounds: int = 0
     target_passes: int = 0
+    prefill_passes: int = 0
     drafter_steps: int = 0
     drafted: int = 0
     examined: int = 0

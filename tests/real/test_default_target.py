@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from outrider import Drafter, Model, Pair, Result
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter, fit_ngrams
+from outrider.models import Feed, Prompt
+from outrider.models.causal import CausalModel
 from real.prompts import PROMPTS
 
 pytestmark = pytest.mark.real
@@ -68,20 +72,24 @@ def test_a_prompt_alone_gives_what_it_gives_in_a_batch(
 
 
 def test_greedy_ids_are_those_of_transformers_generate(
-    target: Model, plain: dict[str, list[Result]]
+    module: PreTrainedModel, plain: dict[str, list[Result]]
 ) -> None:
-    import torch
+    for name in ("haiku", "json edit"):
+        result = plain["greedy"][list(PROMPTS).index(name)]
+        ids = torch.tensor([result.prompt_ids])
+        whole = module.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)
+        assert whole[0, len(result.prompt_ids) :].tolist() == result.token_ids
 
-    module = target._module  # type: ignore[attr-defined]
-    module.set_attn_implementation("sdpa")
-    try:
-        for name in ("haiku", "json edit"):
-            result = plain["greedy"][list(PROMPTS).index(name)]
-            ids = torch.tensor([result.prompt_ids])
-            whole = module.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)
-            assert whole[0, len(result.prompt_ids) :].tolist() == result.token_ids
-    finally:
-        module.set_attn_implementation("outrider")
+
+def test_logits_are_those_of_the_torch_engine(target: Model, module: PreTrainedModel) -> None:
+    reference = CausalModel(module, name="torch")
+    assert target.tokenizer is not None
+    ids = target.tokenizer.encode(PROMPTS["unicode"])[:100]
+    rows = [
+        model.score([Feed(model.start(Prompt(ids)), ids, len(ids))])
+        for model in (target, reference)
+    ]
+    assert float((rows[0] - rows[1]).norm() / rows[1].norm()) < 1e-5
 
 
 def test_a_real_stream_is_whole_characters_and_adds_up(target: Model) -> None:

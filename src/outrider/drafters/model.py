@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.errors import NothingToDraw, NumericalError
+from outrider.errors import CacheFull, NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
@@ -60,7 +60,11 @@ class ModelDrafter:
             active = [i for i, limit in enumerate(limits) if limit > step]
             if not active:
                 break
-            logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
+            try:
+                logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
+            except CacheFull as error:
+                _LOG.warning("drafter %s: %s; decoding with fewer drafts", self.name, error)
+                break
             with single_threaded():
                 for i, row in zip(active, self._widened(logits), strict=True):
                     try:

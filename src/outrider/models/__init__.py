@@ -10,10 +10,12 @@ to feed.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast, get_args
 
-from outrider.errors import UsageError, VocabularyMismatch
+from outrider.errors import UnsupportedModel, UsageError, VocabularyMismatch
 from outrider.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ __all__ = [
     "load_model",
 ]
 
-Engine = Literal["auto", "torch"]
-Dtype = Literal["auto", "float32", "bfloat16"]
+Engine = Literal["auto", "openvino", "torch"]
+Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 
 class Prompt(NamedTuple):
@@ -83,6 +85,8 @@ class Model(Protocol):
         context_length: most tokens a sequence can hold.
         tokenizer: None for a model that only knows ids.
         eos_ids: ids that end a text.
+        shares_prefixes: whether `start` takes over what other sequences have cached of the same
+            beginning.
     """
 
     name: str
@@ -92,9 +96,14 @@ class Model(Protocol):
     context_length: int
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
+    shares_prefixes: bool
 
     def start(self, prompt: Prompt) -> CachedSequence:
-        """An empty sequence with room for `prompt`, which is not fed yet."""
+        """A sequence for `prompt`, which is not fed yet; the caller feeds what is not cached.
+
+        Most engines begin empty. Where `shares_prefixes`, a beginning may be cached already, but
+        never the whole prompt.
+        """
         ...
 
     def score(self, feeds: Sequence[Feed]) -> Tensor:
@@ -115,39 +124,82 @@ class Model(Protocol):
 
 
 def load_model(
-    reference: str, *, engine: Engine = "auto", dtype: Dtype = "auto", device: str = "auto"
+    reference: str,
+    *,
+    engine: Engine = "auto",
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    kv_memory: int | None = None,
 ) -> Model:
     """The model a reference names.
 
     Args:
         reference: "default" (the target Outrider is set up with), a folder or a `.gguf` file, a hub
             id, or `toy:NAME`.
-        engine: "auto" chooses the fastest that supports the model.
+        engine: "openvino" (CPU), "torch" (CPU, CUDA, MPS), or "auto": on a CPU "openvino" where it
+            supports the model, with one line on stderr where it does not, else "torch".
         dtype: precision of weights and cache; "auto" is bfloat16 where the hardware computes in it,
-            else float32.
+            else float32. "int8" (openvino only) rounds the weights to 8 bits: another target.
         device: "auto", "cpu", "cuda", "cuda:1", "mps".
+        kv_memory: bytes for keys and values (openvino only); None chooses.
 
     Raises:
         ModelNotFound: nothing is found under `reference`.
-        UnsupportedModel: the model cannot be rolled back exactly.
-        UsageError: an unknown engine, dtype or device.
+        UnsupportedModel: the model cannot be served exactly, or not by `engine`.
+        UsageError: an unknown engine, dtype or device, or a setting the engine does not have.
     """
-    check_choices(engine, dtype)
+    check_choices(engine, dtype, device)
     if reference.startswith("toy:"):
+        if engine == "openvino" or kv_memory is not None:
+            raise UsageError(
+                f"{reference} has an engine of its own; leave out engine and kv_memory"
+            )
         from outrider.models.toy import load_toy
 
         return cast(Model, load_toy(reference, dtype=dtype, device=device))
+    refusal = ""
+    engine = _choose_engine(engine, device)
+    if engine != "torch":
+        try:
+            from outrider.models.paged import load_paged
+
+            return cast(Model, load_paged(reference, dtype=dtype, kv_memory=kv_memory))
+        except UnsupportedModel as error:
+            if engine == "openvino":
+                raise
+            refusal = str(error)
+    if dtype == "int8" or kv_memory is not None:
+        setting = "dtype int8" if dtype == "int8" else "kv_memory"
+        raise UsageError(f"{setting} needs the openvino engine; {reference} runs on torch here")
     from outrider.models.causal import load_causal
 
-    return cast(Model, load_causal(reference, dtype=dtype, device=device))
+    model = cast(Model, load_causal(reference, dtype=dtype, device=device))
+    if refusal:
+        print(f"{reference} runs on torch, not openvino: {refusal}", file=sys.stderr)
+    return model
 
 
-def check_choices(engine: str = "auto", dtype: str = "auto") -> None:
-    """Refuse an unknown engine or dtype; raises UsageError."""
+def check_choices(engine: str = "auto", dtype: str = "auto", device: str = "auto") -> None:
+    """Refuse an unknown engine or dtype, or an engine that does not run there; UsageError."""
     if engine not in get_args(Engine):
         raise UsageError(f"engine must be one of {', '.join(get_args(Engine))}, not {engine!r}")
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+    if engine == "openvino" and device not in ("auto", "cpu"):
+        raise UsageError(f"engine openvino runs on the CPU; with device {device!r} use torch")
+
+
+def _choose_engine(engine: Engine, device: str) -> Engine:
+    """ "auto" stays where openvino is worth a try; else the one engine that can be meant."""
+    if engine != "auto":
+        return engine
+    if device == "auto":
+        import torch
+
+        on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    else:
+        on_cpu = device == "cpu"
+    return "auto" if on_cpu and importlib.util.find_spec("openvino") is not None else "torch"
 
 
 def check_same_tokenizer(target: Model, drafter: Model) -> None:

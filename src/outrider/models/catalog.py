@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.models.checkpoints import DEFAULT_HUB_ID, cache_folder, default_gguf
+from outrider.models.cache import cache_folder, read_manifest
+from outrider.models.checkpoints import DEFAULT_HUB_ID, default_gguf
 
 __all__ = ["ModelEntry", "available_models"]
 
@@ -60,9 +61,10 @@ def available_models() -> list[ModelEntry]:
 def _imported_entry(folder: Path) -> ModelEntry | None:
     try:
         config = json.loads((folder / "config.json").read_text())
-        note = json.loads((folder / "outrider.json").read_text())
+        note = read_manifest(folder)
         sizes, source = note["sizes"], note["source"]
-    except (OSError, ValueError, KeyError):
+        assert isinstance(sizes, dict)
+    except (OSError, ValueError, KeyError, AssertionError):
         return None
     tokenizer = folder / "tokenizer_config.json"
     chats = (folder / "chat_template.jinja").is_file() or (

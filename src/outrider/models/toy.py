@@ -56,6 +56,7 @@ class ToyModel:
     """
 
     engine = "toy"
+    shares_prefixes = False
 
     def __init__(
         self,
