@@ -14,7 +14,8 @@ until the morning.
 .PHONY: demo test check setup clean
 
 demo: $(VENV)/ready
-	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --trace --compare
+	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --trace --compare \
+		--with-transformers
 
 # A process per core with one thread each: threads that wait for each other on busy cores are slow.
 test: $(VENV)/ready

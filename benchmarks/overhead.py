@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
-import torch
-import transformers
-
-from outrider import Engine, Model, Request, SamplingPolicy, load_model
+from outrider import Engine, Request, SamplingPolicy, load_model
 from outrider.drafters.lookup import LookupDrafter
-from outrider.models import CachedSequence, Feed, Prompt
+from provenance import provenance
+from timing import TimedModel
 
 GAMMA = 5
 POLICIES = {
@@ -31,26 +26,6 @@ POLICIES = {
     "top_p": SamplingPolicy(temperature=1.0, top_p=0.95),
 }
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
-
-
-class TimedModel:
-    """A model whose time in `score` is added up."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.score_s = 0.0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._model, name)
-
-    def start(self, prompt: Prompt) -> CachedSequence:
-        return self._model.start(prompt)
-
-    def score(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        begun = time.perf_counter()
-        logits = self._model.score(feeds)
-        self.score_s += time.perf_counter() - begun
-        return logits
 
 
 def round_times_ms(
@@ -73,23 +48,6 @@ def round_times_ms(
         times.append(1e3 * (time.perf_counter() - begun - model.score_s))
     engine.cancel(0)
     return times
-
-
-def provenance(model: Model, arguments: argparse.Namespace) -> dict[str, object]:
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return {
-        "arguments": vars(arguments),
-        "git": revision.stdout.strip(),
-        "machine": platform.machine(),
-        "processors": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "vocab_size": model.vocab_size,
-        "dtype": model.dtype,
-    }
 
 
 def main() -> None:
@@ -116,7 +74,8 @@ def main() -> None:
         low, _, high = statistics.quantiles(values, n=4)
         facts[f"quartiles_{name}"] = [round(low, 3), round(high, 3)]
     if arguments.json:
-        print(json.dumps(facts | {"provenance": provenance(target, arguments)}))
+        source = provenance(arguments, vocab_size=target.vocab_size, dtype=target.dtype)
+        print(json.dumps(facts | {"provenance": source}))
     else:
         for name, value in facts.items():
             print(f"{name}: {value}")

@@ -323,7 +323,8 @@ FLAGS: dict[str, list[tuple[tuple[str, ...], Callable[[Json, Json], bool]]]] = {
     "compare": [(("--compare",), lambda a, b: b["compare"]["agrees"] is True)],
     "as_json": [(("--json",), greedy_again)],
 }
-ELSEWHERE = {"prompt", "stream", "engine", "dtype", "device", "kv_memory"}  # tests of their own
+# Tests of their own:
+ELSEWHERE = {"prompt", "stream", "engine", "dtype", "device", "kv_memory", "with_transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +409,38 @@ def test_the_dtype_flag_is_the_dtype_a_model_runs_in(dtype: str, run: Run, folde
     outcome = run("generate", "hello", "--target", folder, "--max-new-tokens", "3", *arguments)
     assert outcome.facts["stats"]["dtype"] == dtype
     assert outcome.facts["stats"]["engine"] == "torch"
+
+
+@pytest.mark.parametrize(("engine", "runs_on"), [("auto", "openvino"), ("openvino", "openvino")])
+def test_the_cpu_engine_is_openvino(engine: str, runs_on: str, run: Run, folder: str) -> None:
+    arguments = ("--target", folder, "--max-new-tokens", "3", "--engine", engine, "--json")
+    assert run("generate", "hello", *arguments).facts["stats"]["engine"] == runs_on
+
+
+def test_memory_for_keys_and_values_is_a_limit(run: Run, folder: str) -> None:
+    arguments = ("--target", folder, "--max-new-tokens", "60")
+    outcome = run("generate", "hello", *arguments, "--kv-memory", "0.00002")
+    assert outcome.code == 2
+    assert outcome.out  # what was decided before the memory was full
+    assert "--kv-memory" in outcome.err.splitlines()[-1]
+    assert run("generate", "hello", *arguments, "--kv-memory", "0.01").code == 0
+    for wrong in ("0", "-1", "nan"):
+        assert_refused(run("generate", "hello", *arguments, "--kv-memory", wrong), "GiB")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--engine", "torch"), ("--target", "toy:target", "--drafter", "toy:near")]
+)
+def test_memory_for_keys_and_values_needs_the_engine_that_has_it(
+    flags: tuple[str, ...], run: Run, folder: str
+) -> None:
+    arguments = ("--target", folder, "--kv-memory", "1", *flags)
+    assert_refused(run("generate", "hello", *arguments), "kv_memory")
+
+
+def test_the_openvino_engine_is_for_the_cpu(run: Run, folder: str) -> None:
+    arguments = ("--target", folder, "--engine", "openvino", "--device", "cuda")
+    assert_refused(run("generate", "hello", *arguments), "CPU")
 
 
 # --- Traces, log-probabilities, comparison ---
@@ -508,6 +541,16 @@ def test_a_comparison_in_json_holds_both_results_and_every_turn(
     assert compared["plain"]["stats"]["drafted"] == 0 < facts["stats"]["drafted"]
     assert len(compared["speedups"]) == 3
     assert sorted(compared["speedups"])[1] == compared["speedup"] > 0
+
+
+def test_transformers_can_be_timed_beside_it(run: Run, folder: str) -> None:
+    arguments = ("--target", folder, "--max-new-tokens", "9", "--compare", "--with-transformers")
+    outcome = run("generate", "hello", *arguments, "--json")
+    times = outcome.facts["compare"]["transformers_ms_per_token"]
+    assert len(times) == 3
+    assert min(times) > 0
+    assert "transformers" in run("generate", "hello", *arguments).out
+    assert_refused(run("generate", "hello", *arguments, "--min-p", "0.1"), "min")
 
 
 def test_a_comparison_shows_log_probabilities_too(run: Run) -> None:
@@ -823,6 +866,9 @@ def assert_refused(outcome: Outcome, *parts: str) -> None:
         (("--stop", ""), "stop"),
         (("--system", "Be kind.", "--raw"), "chat format"),
         (("--engine", "warp"), "torch"),
+        (("--engine", "openvino"), "engine"),
+        (("--with-transformers",), "--compare"),
+        (("--with-transformers", "--compare"), "toy:target"),
         (("--dtype", "float8"), "bfloat16"),
         (("--logprobs", "-1"), "logprobs"),
         (("--logprobs", "258"), "257"),

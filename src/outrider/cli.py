@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding beside it and compare.")
     ] = False,
+    with_transformers: Annotated[
+        bool, typer.Option("--with-transformers", help="In --compare, time its generate() too.")
+    ] = False,
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Print text as it is decided.")
     ] = None,
@@ -138,10 +142,13 @@ def generate(
         "raw": raw,
     }
     _check_early(settings)
+    if with_transformers and not compare:
+        raise UsageError("--with-transformers adds a row to --compare; pass both")
     pair = _load(target, drafter, engine, dtype, device, kv_memory)
     request = pair.request(text, **settings)
     if compare:
-        _compare(pair, request, trace=trace, as_json=as_json)
+        beside = target if with_transformers else None
+        _compare(pair, request, beside=beside, trace=trace, as_json=as_json)
         return
     show = (not as_json) if stream is None else stream
     result = _run(pair, request, trace=trace, stream=show)
@@ -463,13 +470,21 @@ def _run(pair: Pair, request: Request, *, trace: bool, stream: bool) -> Result:
     return result
 
 
-def _compare(pair: Pair, request: Request, *, trace: bool, as_json: bool) -> None:
+def _compare(
+    pair: Pair, request: Request, *, beside: str | None, trace: bool, as_json: bool
+) -> None:
     from outrider.measure.comparison import compare_with_plain
+
+    reference = None
+    if beside is not None:
+        from outrider.models.reference import TransformersGenerate
+
+        reference = TransformersGenerate(beside, pair.target.dtype)
 
     def progress(turn: int) -> None:
         _err.print(f"turn {turn} of 3 done", style="dim")
 
-    comparison = compare_with_plain(pair, request, progress=progress)
+    comparison = compare_with_plain(pair, request, beside=reference, progress=progress)
     speculative = comparison.speculative
     if trace:
         _print_trace(speculative.trace, pair.target.tokenizer)
@@ -481,6 +496,7 @@ def _compare(pair: Pair, request: Request, *, trace: bool, as_json: bool) -> Non
             "must_agree": comparison.must_agree,
             "speedup": comparison.speedup,
             "speedups": list(comparison.speedups),
+            "transformers_ms_per_token": list(comparison.transformers_ms),
             "plain": _result_object(comparison.plain, trace=False),
         }
         print(json.dumps(facts))
@@ -506,6 +522,10 @@ def _print_comparison(comparison: Comparison) -> None:
             _number(stats.ms_per_token, ".1f"),
             _number(stats.tokens_per_call, ".2f"),
             _number(stats.alpha_hat, ".2f"),
+        )
+    if comparison.transformers_ms:
+        table.add_row(
+            "transformers", _number(statistics.median(comparison.transformers_ms), ".1f"), "1.00"
         )
     _out.print(table)
     num_tokens = comparison.plain.stats.num_tokens

@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack, cast, overload
 
 from outrider.decoding import Engine
 from outrider.drafters import Drafter, make_drafter
+from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 from outrider.models import Dtype, Model, load_model
 from outrider.models import Engine as EngineName
@@ -117,6 +118,12 @@ class Pair:
         """
         request = self.request(prompt, **settings)
         return Engine(self.target, self.drafter).stream(request)
+
+    def forget(self) -> None:
+        """Start cold: give up what ended requests have left in the models' caches."""
+        self.target.forget()
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.model.forget()
 
     def encode(
         self, prompt: PromptLike, *, system: str | None = None, raw: bool = False

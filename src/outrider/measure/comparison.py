@@ -5,11 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from outrider.decoding import Engine
 from outrider.errors import UsageError
 from outrider.pair import Pair
 from outrider.requests import Request, Result
+
+if TYPE_CHECKING:
+    from outrider.models.reference import TransformersGenerate
 
 __all__ = ["Comparison", "compare_with_plain"]
 
@@ -21,6 +25,8 @@ class Comparison:
     Attributes:
         speculative, plain: the results of the last turn.
         speedups: plain time / speculative time of every turn, per token.
+        transformers_ms: transformers' `generate`, milliseconds per token of every turn, if asked
+            for.
         must_agree: whether the two texts have to be the same (greedy, or the `coupled` rule);
             otherwise only their laws are.
     """
@@ -29,6 +35,7 @@ class Comparison:
     plain: Result
     speedups: tuple[float, ...]
     must_agree: bool
+    transformers_ms: tuple[float, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -42,28 +49,48 @@ class Comparison:
 
 
 def compare_with_plain(
-    pair: Pair, request: Request, *, repeats: int = 3, progress: Callable[[int], None] | None = None
+    pair: Pair,
+    request: Request,
+    *,
+    repeats: int = 3,
+    beside: TransformersGenerate | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Run `request` with and without speculation by turns, after one warm-up of a few tokens.
+
+    Every run reads the prompt anew.
 
     Args:
         pair: target and drafter.
         request: what to run; its seed is fixed for all runs.
         repeats: how many turns.
+        beside: transformers with the same model; timed in the same turns, for as many tokens.
         progress: told the number of finished turns.
     """
     if repeats < 1:
         raise UsageError(f"repeats must be 1 or more, not {repeats!r}")
     plain_request = replace(request, gamma=0)
     engine = Engine(pair.target, pair.drafter)
-    engine.generate([replace(request, max_new_tokens=min(4, request.max_new_tokens))])
-    speedups = []
+
+    def run(request: Request) -> Result:
+        pair.forget()
+        [result] = engine.generate([request])
+        return result
+
+    run(replace(request, max_new_tokens=min(4, request.max_new_tokens)))
+    if beside is not None:
+        beside.generate(request.prompt, request.policy, 4)
+    speedups, transformers_ms = [], []
     for turn in range(repeats):
-        [plain] = engine.generate([plain_request])
-        [speculative] = engine.generate([request])
+        plain = run(plain_request)
+        speculative = run(request)
         plain_s = plain.stats.wall_s / plain.stats.num_tokens
         speedups.append(plain_s / (speculative.stats.wall_s / speculative.stats.num_tokens))
+        if beside is not None:
+            num_tokens = plain.stats.num_tokens
+            _, seconds = beside.generate(request.prompt, request.policy, num_tokens)
+            transformers_ms.append(1e3 * seconds / num_tokens)
         if progress is not None:
             progress(turn + 1)
     must_agree = request.policy.is_greedy or request.rule == "coupled"
-    return Comparison(speculative, plain, tuple(speedups), must_agree)
+    return Comparison(speculative, plain, tuple(speedups), must_agree, tuple(transformers_ms))

@@ -122,6 +122,10 @@ class Model(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Give up what ended sequences have left in the cache."""
+        ...
+
 
 def load_model(
     reference: str,

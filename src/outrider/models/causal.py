@@ -324,6 +324,9 @@ class CausalModel:
         capacity = min(len(prompt.ids) + _HEADROOM, self.context_length)
         return CausalSequence(capacity, self.context_length)
 
+    def forget(self) -> None:
+        """Nothing is left in the cache of an ended sequence."""
+
     @torch.inference_mode()
     def score(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [sum of keep, V] after the last `keep` tokens of every feed; float32."""

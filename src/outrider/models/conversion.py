@@ -48,11 +48,13 @@ class Graph:
         decoder: the OpenVINO model.
         windows: per layer how many tokens a query sees, 0 for all.
         eos_ids: ids that end a text, as the model's own settings have them.
+        weights: the file that the decoder's weights are mapped from, if they are.
     """
 
     decoder: ov.Model
     windows: Sequence[int]
     eos_ids: frozenset[int]
+    weights: Path | None = None
 
 
 def kept_graph(
@@ -118,6 +120,7 @@ def kept_graph(
         ov.Core().read_model(folder / _GRAPH_FILE),
         [int(window) for window in manifest["windows"]],  # type: ignore[attr-defined]
         frozenset(int(token) for token in manifest["eos_ids"]),  # type: ignore[attr-defined]
+        folder / _GRAPH_FILE.replace(".xml", ".bin"),
     )
 
 

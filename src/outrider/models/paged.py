@@ -25,7 +25,7 @@ from outrider.models.architecture import context_length, refuse_unsupported
 from outrider.models.blocks import BlockPool, BlockTable
 from outrider.models.checkpoints import find_checkpoint, load_config, load_tokenizer, to_stderr
 from outrider.models.conversion import Graph, kept_graph, paged
-from outrider.models.openvino import ov
+from outrider.models.openvino import ov, release_pages
 from outrider.models.probe import plain_logits, probe, probe_ids
 from outrider.text import Tokenizer
 
@@ -64,6 +64,10 @@ class PagedModel:
         kv_memory: bytes for keys and values; None takes 2 GiB, or what one sequence of full length
             needs if that is more, but no more than half of the memory that is free.
 
+    Attributes:
+        pool: the blocks of its cache.
+        weights: the file its weights came from, if they came from one.
+
     Raises:
         UnsupportedModel: the graph does not take paged attention.
         UsageError: `kv_memory` is not enough for one block.
@@ -88,6 +92,7 @@ class PagedModel:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.context_length = context_length
+        self.weights = graph.weights
         precision = "bf16" if dtype != "float32" and computes_bfloat16() else "f32"
         compiled = ov.Core().compile_model(
             paged(graph),
@@ -104,10 +109,17 @@ class PagedModel:
         self.vocab_size = compiled.outputs[0].partial_shape[-1].get_length()
         self._caches = self._allocate(compiled, kv_memory)
         self.pool = BlockPool(len(self._caches[0]), block_size=_BLOCK_SIZE, copy=self._copy_block)
+        self._warm_up()
+        if graph.weights is not None:
+            release_pages(graph.weights)
 
     def start(self, prompt: Prompt) -> BlockTable:
         """A sequence that has cached whatever another one has cached of this prompt's beginning."""
         return self.pool.open(prompt.ids)
+
+    def forget(self) -> None:
+        """Give up the blocks of ended sequences."""
+        self.pool.clear()
 
     def score(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [sum of keep, V] after the last `keep` tokens of every feed; float32.
@@ -128,6 +140,14 @@ class PagedModel:
             for piece in pieces:
                 piece.table.rollback(piece.past)
             raise
+
+    def _warm_up(self) -> None:
+        """OpenVINO brings some weights into their final order when it first needs them."""
+        table = self.start(Prompt([0]))
+        for num_tokens in (1, 8):
+            self.score([Feed(table, [0] * min(num_tokens, self.context_length), 1)])
+            table.rollback(0)
+        table.close()
 
     def _run(self, pieces: Sequence[_Piece]) -> Tensor:
         """One pass, after passes of their own for all but the last part of every long feed."""

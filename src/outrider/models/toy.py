@@ -80,6 +80,9 @@ class ToyModel:
         """An empty sequence."""
         return ToySequence()
 
+    def forget(self) -> None:
+        """Nothing is left in the cache of an ended sequence."""
+
     def score(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [sum of keep, V] after the last `keep` tokens of every feed."""
         rows: list[Tensor] = []

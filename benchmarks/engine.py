@@ -1,0 +1,185 @@
+"""What the CPU engine reaches on this machine, beside what the machine allows.
+
+    python benchmarks/engine.py [--target REF] [--drafter REF] [--json] [--skip transformers batch]
+
+* passes: milliseconds of a target pass over n positions behind 128 cached tokens.
+* plain: milliseconds per token of plain decoding; of transformers' `generate` with the same weights
+  in the same turns; and the time to read the weights once at the read bandwidth measured in the
+  same turns.
+* rounds: how much of a speculative round is spent outside `score` of target and drafter.
+* batch: tokens per second of eight requests at once and of the same requests one by one.
+* memory: resident size, the weights, and the keys and values that were used.
+
+Everything is run by turns and reported as medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from outrider import Engine, Pair, Request, load
+from outrider.drafters.model import ModelDrafter
+from outrider.models import Feed, Prompt
+from outrider.models.paged import PagedModel
+from outrider.models.reference import TransformersGenerate
+from provenance import provenance
+from timing import TimedModel, read_bandwidth_gbs, resident_mb
+
+POSITIONS = (1, 2, 3, 5, 6, 8, 9, 17, 33)
+CONTEXT = 128
+GREEDY_GAMMA = 5
+PROMPTS = [
+    item["text"]
+    for item in json.loads((Path(__file__).parent / "peers" / "prompts.json").read_text())
+]
+
+
+class Figures:
+    """Lists of measurements by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.values[name])
+
+
+def time_passes(model: PagedModel, figures: Figures) -> None:
+    """One turn over all numbers of positions."""
+    ids = [(17 + 37 * i) % model.vocab_size for i in range(CONTEXT + max(POSITIONS))]
+    table = model.start(Prompt(ids))
+    model.score([Feed(table, ids[:CONTEXT], 1)])
+    for count in POSITIONS:
+        for _ in range(3):
+            begun = time.perf_counter()
+            model.score([Feed(table, ids[CONTEXT : CONTEXT + count], count)])
+            figures.add(f"pass_{count}", 1e3 * (time.perf_counter() - begun))
+            table.rollback(CONTEXT)
+    table.close()
+    model.forget()
+
+
+def time_plain(pair: Pair, prompt: list[int], num_tokens: int) -> float:
+    """Milliseconds per token of plain decoding, the prompt's pass included."""
+    pair.forget()
+    request = Request(prompt, max_new_tokens=num_tokens, gamma=0, ignore_eos=True)
+    begun = time.perf_counter()
+    Engine(pair.target).generate([request])
+    return 1e3 * (time.perf_counter() - begun) / num_tokens
+
+
+def time_rounds(pair: Pair, prompt: list[int], num_tokens: int, figures: Figures) -> None:
+    """Share of every speculative round outside the models, after the prompt's own round."""
+    pair.forget()
+    target = TimedModel(pair.target)
+    models = [target]
+    drafter = pair.drafter
+    if isinstance(drafter, ModelDrafter):
+        inner = TimedModel(drafter.model)
+        models.append(inner)
+        drafter = ModelDrafter(inner, target_vocab_size=pair.target.vocab_size)  # type: ignore[arg-type]
+    engine = Engine(target, drafter)  # type: ignore[arg-type]
+    engine.add(Request(prompt, max_new_tokens=num_tokens, gamma=GREEDY_GAMMA, ignore_eos=True))
+    engine.step()
+    while engine.has_work:
+        for model in models:
+            model.score_s = 0.0
+        begun = time.perf_counter()
+        engine.step()
+        whole = time.perf_counter() - begun
+        outside = whole - sum(model.score_s for model in models)
+        figures.add("outside_ms", 1e3 * outside)
+        figures.add("outside_share", outside / whole)
+
+
+def tokens_per_second(pair: Pair, prompts: list[list[int]], num_tokens: int, **how: int) -> float:
+    """Of all prompts at once, or one by one with max_batch=1; prompts read anew."""
+    pair.forget()
+    engine = Engine(pair.target, pair.drafter, max_batch=how["max_batch"])
+    requests = [
+        Request(prompt, max_new_tokens=num_tokens, gamma=how["gamma"], ignore_eos=True)
+        for prompt in prompts
+    ]
+    begun = time.perf_counter()
+    results = engine.generate(requests)
+    return sum(result.stats.num_tokens for result in results) / (time.perf_counter() - begun)
+
+
+def weight_bytes(model: PagedModel) -> int:
+    """Bytes of the weights. A pass reads all: embeddings and projection are one table."""
+    assert model.weights is not None
+    return model.weights.stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--drafter", default="lookup")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--skip", nargs="*", default=[], choices=["transformers", "batch"])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    pair = load(arguments.target, arguments.drafter, engine="openvino", dtype=arguments.dtype)
+    model = pair.target
+    assert isinstance(model, PagedModel)
+    figures = Figures()
+    prompts = [pair.encode(text) for text in PROMPTS[:8]]
+    time_plain(pair, prompts[0], 4)
+    memory_mb = resident_mb()  # before anything of transformers is loaded beside it
+    peer = None
+    if "transformers" not in arguments.skip:
+        peer = TransformersGenerate(arguments.target, model.dtype)
+        peer.generate(prompts[0], Request(prompts[0]).policy, 4)
+    for turn in range(arguments.turns):
+        prompt = prompts[turn % len(prompts)]
+        figures.add("bandwidth_gbs", read_bandwidth_gbs())
+        time_passes(model, figures)
+        figures.add("plain_ms", time_plain(pair, prompt, arguments.tokens))
+        if peer is not None:
+            _, seconds = peer.generate(prompt, Request(prompt).policy, arguments.tokens)
+            figures.add("transformers_ms", 1e3 * seconds / arguments.tokens)
+            ratio = figures.values["plain_ms"][-1] / figures.values["transformers_ms"][-1]
+            figures.add("plain_over_transformers", ratio)
+        for prompt in prompts[:4]:
+            time_rounds(pair, prompt, arguments.tokens, figures)
+        if "batch" not in arguments.skip:
+            for name, gamma in (("plain", 0), ("speculative", GREEDY_GAMMA)):
+                alone = tokens_per_second(pair, prompts, arguments.tokens, gamma=gamma, max_batch=1)
+                batch = tokens_per_second(pair, prompts, arguments.tokens, gamma=gamma, max_batch=8)
+                figures.add(f"batch_{name}_tokens_per_s", batch)
+                figures.add(f"batch_{name}_gain", batch / alone)
+        print(f"turn {turn + 1} of {arguments.turns} done", file=sys.stderr)
+    medians = {name: round(figures.median(name), 4) for name in figures.values}
+    size = weight_bytes(model)
+    read_ms = size / 1e6 / max(figures.values["bandwidth_gbs"])
+    facts: dict[str, object] = {
+        "target": Path(arguments.target).name,
+        "drafter": Path(arguments.drafter).name,
+        "dtype": model.dtype,
+        **medians,
+        "v_5": round(medians["pass_5"] / medians["pass_1"], 3),
+        "weights_mb": round(size / 1e6, 1),
+        "weights_read_ms": round(read_ms, 2),
+        "pass_1_over_weights_read": round(medians["pass_1"] / read_ms, 3),
+        "resident_mb": round(memory_mb, 1),
+        "resident_less_weights_mb": round(memory_mb - size / 1e6, 1),
+    }
+    if arguments.json:
+        print(json.dumps(facts | {"provenance": provenance(arguments)}))
+    else:
+        for name, value in facts.items():
+            print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()
