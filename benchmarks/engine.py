@@ -22,20 +22,23 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from outrider import Engine, Pair, Request, load
 from outrider.drafters.model import ModelDrafter
 from outrider.models import Feed, Prompt
+from outrider.models.checkpoints import find_checkpoint
 from outrider.models.paged import PagedModel
 from outrider.models.reference import TransformersGenerate
 from provenance import provenance
-from timing import TimedModel, read_bandwidth_gbs, resident_mb
+from timing import TimedModel, read_bandwidth_gbs, read_weight_bytes, resident_mb
 
 POSITIONS = (1, 2, 3, 5, 6, 8, 9, 17, 33)
 CONTEXT = 128
 GREEDY_GAMMA = 5
 PROMPTS = [
     item["text"]
-    for item in json.loads((Path(__file__).parent / "peers" / "prompts.json").read_text())
+    for item in json.loads((Path(__file__).parent / "peer_systems" / "prompts.json").read_text())
 ]
 
 
@@ -113,12 +116,6 @@ def tokens_per_second(pair: Pair, prompts: list[list[int]], num_tokens: int, **h
     return sum(result.stats.num_tokens for result in results) / (time.perf_counter() - begun)
 
 
-def weight_bytes(model: PagedModel) -> int:
-    """Bytes of the weights. A pass reads all: embeddings and projection are one table."""
-    assert model.weights is not None
-    return model.weights.stat().st_size
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="default")
@@ -160,7 +157,8 @@ def main() -> None:
                 figures.add(f"batch_{name}_gain", batch / alone)
         print(f"turn {turn + 1} of {arguments.turns} done", file=sys.stderr)
     medians = {name: round(figures.median(name), 4) for name in figures.values}
-    size = weight_bytes(model)
+    precision = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    size = read_weight_bytes(Path(find_checkpoint(arguments.target, precision).source))
     read_ms = size / 1e6 / max(figures.values["bandwidth_gbs"])
     facts: dict[str, object] = {
         "target": Path(arguments.target).name,

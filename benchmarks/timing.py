@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from outrider import Model
 from outrider.models import CachedSequence, Feed, Prompt
 
-__all__ = ["TimedModel", "read_bandwidth_gbs", "resident_mb"]
+__all__ = ["TimedModel", "read_bandwidth_gbs", "read_weight_bytes", "resident_mb"]
 
 
 class TimedModel:
@@ -38,18 +39,39 @@ class TimedModel:
         return logits
 
 
-def read_bandwidth_gbs(repeats: int = 5) -> float:
-    """10^9 bytes per second at which all threads together read a gigabyte: the best of `repeats`.
+def read_bandwidth_gbs(num_threads: int | None = None, *, tries: int = 5) -> float:
+    """10^9 bytes per second at which all threads together read a gigabyte: the best of `tries`.
 
     A sum reads every byte once and computes next to nothing.
     """
-    numbers = torch.ones(2**28)
-    best = 0.0
-    for _ in range(repeats):
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    values = torch.ones(2**28)
+    best_s = float("inf")
+    for _ in range(tries):
         begun = time.perf_counter()
-        numbers.sum()
-        best = max(best, numbers.numel() * 4 / (time.perf_counter() - begun) / 1e9)
-    return best
+        values.sum()
+        best_s = min(best_s, time.perf_counter() - begun)
+    return values.numel() * 4 / best_s / 1e9
+
+
+def read_weight_bytes(folder: Path) -> int:
+    """Bytes of the weights that a pass over one token reads.
+
+    All of them, but for the table of embeddings where it is not the output layer as well: of that,
+    a pass reads one row.
+    """
+    sizes: dict[str, int] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as content:
+            head = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+        for name, tensor in head.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                sizes[name] = end - begin
+    if any(name.startswith("lm_head.") for name in sizes):
+        sizes = {name: size for name, size in sizes.items() if "embed_tokens" not in name}
+    return sum(sizes.values())
 
 
 def resident_mb() -> float:
