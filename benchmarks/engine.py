@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="lookup")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--skip", nargs="*", default=[], choices=["transformers", "batch"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -158,8 +158,13 @@ def main() -> None:
         print(f"turn {turn + 1} of {arguments.turns} done", file=sys.stderr)
     medians = {name: round(figures.median(name), 4) for name in figures.values}
     precision = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-    size = read_weight_bytes(Path(find_checkpoint(arguments.target, precision).source))
-    read_ms = size / 1e6 / max(figures.values["bandwidth_gbs"])
+    size, drafter_size = (
+        0
+        if name in ("none", "lookup") or name.startswith("ngram:")
+        else read_weight_bytes(Path(find_checkpoint(name, precision).source))
+        for name in (arguments.target, arguments.drafter)
+    )
+    read_ms = size / 1e6 / figures.median("bandwidth_gbs")
     facts: dict[str, object] = {
         "target": Path(arguments.target).name,
         "drafter": Path(arguments.drafter).name,
@@ -170,7 +175,8 @@ def main() -> None:
         "weights_read_ms": round(read_ms, 2),
         "pass_1_over_weights_read": round(medians["pass_1"] / read_ms, 3),
         "resident_mb": round(memory_mb, 1),
-        "resident_less_weights_mb": round(memory_mb - size / 1e6, 1),
+        "drafter_weights_mb": round(drafter_size / 1e6, 1),
+        "resident_less_weights_mb": round(memory_mb - (size + drafter_size) / 1e6, 1),
     }
     if arguments.json:
         print(json.dumps(facts | {"provenance": provenance(arguments)}))

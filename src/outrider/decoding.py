@@ -173,14 +173,15 @@ class Engine:
         reading, batch = self._share_out(list(self._active.values()))
         noise = [item.noise.at(len(item.history)) for item in batch]
         drafts = self._propose(batch, noise)
-        feeds = {item: item.feed(draft) for item, draft in zip(batch, drafts, strict=True)}
-        logits, events = self._score(feeds | reading)
+        proposed = dict(zip(batch, drafts, strict=True))
+        logits, events = self._score(proposed, reading)
         standing = []
         first = 0
         with single_threaded():
-            for item, draft, dice in zip(batch, drafts, noise, strict=True):
+            for item, dice in zip(batch, noise, strict=True):
                 if item.id not in self._active:
                     continue
+                draft = proposed[item]
                 rows = logits[first : first + len(draft.tokens) + 1]
                 first += len(rows)
                 event, verdict = self._settle(item, draft, rows, dice)
@@ -298,29 +299,41 @@ class Engine:
                 left = 0
         return reading, ready
 
-    def _score(self, feeds: dict[_Active, Feed]) -> tuple[Tensor, list[Event]]:
+    def _score(
+        self, drafts: dict[_Active, Draft], reading: dict[_Active, Feed]
+    ) -> tuple[Tensor, list[Event]]:
         """One target pass. Where the cache has no room for all, the latest request is suspended.
+
+        A request that is alone goes on without its draft: all of it, whatever it says, so that
+        the law stays. For others that would not do; their texts would depend on each other.
 
         Returns:
             The logits of the requests that are still active, and an event for one that failed: a
             request for which there is no room although it is alone.
         """
-        feeds = dict(feeds)
+        feeds = {item: item.feed(draft) for item, draft in drafts.items()} | reading
         while feeds:
             try:
                 return self.target.score(list(feeds.values())), []
             except CacheFull as error:
                 latest = max(feeds, key=lambda item: item.id)
-                del feeds[latest]
-                if not feeds and len(self._active) == 1:
+                if len(self._active) > 1:
+                    del feeds[latest]
+                    self._suspend(latest)
+                elif latest in drafts and drafts[latest].tokens:
+                    drafts[latest] = Draft([])
+                    feeds[latest] = latest.feed(drafts[latest])
+                    if self.drafter is not None:  # it may live in the same memory
+                        self.drafter.release(latest.history)
+                else:
                     result = self._leave(latest, "error", error)
                     return torch.empty(0), [Event(latest.id, latest.text.finish(), [], result)]
-                self._suspend(latest)
         return torch.empty(0), []
 
     def _suspend(self, item: _Active) -> None:
         """Give up a request's caches for others; nothing it has emitted is lost."""
         self._suspended[item.id] = self._active.pop(item.id)
+        self._has_room = False
         self._close(item)
 
     def _close(self, item: _Active) -> None:

@@ -40,6 +40,7 @@ class ModelDrafter:
         self.model = model
         self._target_vocab_size = target_vocab_size
         self._cached: dict[History, CachedSequence] = {}
+        self._told_full = False
         self._foreign: dict[History, int] = {}  # how far each history was searched for foreign ids
 
     def propose(
@@ -60,15 +61,15 @@ class ModelDrafter:
             active = [i for i, limit in enumerate(limits) if limit > step]
             if not active:
                 break
-            try:
-                logits = self.model.score([self._feed(sequences[i], tokens[i]) for i in active])
-            except CacheFull as error:
-                _LOG.warning("drafter %s: %s; decoding with fewer drafts", self.name, error)
-                break
+            logits = self._score({i: (sequences[i], tokens[i]) for i in active})
             with single_threaded():
-                for i, row in zip(active, self._widened(logits), strict=True):
+                for i in active:
+                    if i not in logits:  # no room although it had all of it
+                        limits[i] = step
+                        continue
+                    row = self._widened(logits[i])
                     try:
-                        law = policies[i].probs(row[None], sequences[i], tokens[i])[0]
+                        law = policies[i].probs(row, sequences[i], tokens[i])[0]
                     except NothingToDraw:  # what the policy allows, this vocabulary does not have
                         limits[i] = step
                         continue
@@ -102,6 +103,35 @@ class ModelDrafter:
         cached = self._cached.pop(sequence, None)
         if cached is not None:
             cached.close()
+
+    def _score(self, drawing: dict[int, tuple[History, list[int]]]) -> dict[int, Tensor]:
+        """Logits [1, V] after what each sequence has drawn; none for one that does not fit alone.
+
+        Where they do not fit together, they take turns in the cache. That is slow, but how long a
+        draft is must not depend on the neighbours: a seed's text would.
+        """
+        feeds = [self._feed(*drawn) for drawn in drawing.values()]
+        try:
+            rows = self.model.score(feeds)
+            return {i: rows[k : k + 1] for k, i in enumerate(drawing)}
+        except CacheFull:
+            if not self._told_full:
+                _LOG.warning(
+                    "drafter %s: its memory for keys and values is full; drafting is slow, or "
+                    "drafts are shorter",
+                    self.name,
+                )
+                self._told_full = True
+        if len(drawing) > 1:
+            logits: dict[int, Tensor] = {}
+            for i, drawn in drawing.items():
+                logits |= self._score({i: drawn})
+            return logits
+        [(history, _)] = drawing.values()
+        others = [other for other in self._cached if other is not history]
+        for other in others:
+            self._cached.pop(other).close()
+        return self._score(drawing) if others else {}
 
     def _feed(self, sequence: History, drawn: list[int]) -> Feed:
         cached = self._cached.get(sequence)

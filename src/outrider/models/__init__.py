@@ -165,13 +165,16 @@ def load_model(
     engine = _choose_engine(engine, device)
     if engine != "torch":
         try:
+            from outrider.models.conversion import NotConverted
             from outrider.models.paged import load_paged
 
             return cast(Model, load_paged(reference, dtype=dtype, kv_memory=kv_memory))
-        except UnsupportedModel as error:
-            if engine == "openvino":
-                raise
+        except NotConverted as error:
             refusal = str(error)
+            if engine == "openvino":
+                raise UnsupportedModel(
+                    f"{reference} does not run on openvino: {refusal}; use engine torch"
+                ) from error
     if dtype == "int8" or kv_memory is not None:
         setting = "dtype int8" if dtype == "int8" else "kv_memory"
         raise UsageError(f"{setting} needs the openvino engine; {reference} runs on torch here")

@@ -137,13 +137,11 @@ class BlockPool:
         Raises:
             CacheFull: there are not enough blocks; nothing has changed.
         """
-        wanted = sum(self._new_blocks(table, len(tokens)) for table, tokens in feeds)
-        while wanted > len(self._free) and self._retained:
-            self._give_up_oldest()
+        if self._wanted(feeds, self._holders) > len(self._free):
+            self._check_room(feeds)
             # Giving up can end the sharing of a block, which then need not be copied.
-            wanted = sum(self._new_blocks(table, len(tokens)) for table, tokens in feeds)
-        if wanted > len(self._free):
-            raise CacheFull(wanted * self.block_size, len(self._free) * self.block_size)
+            while self._wanted(feeds, self._holders) > len(self._free):
+                self._give_up_oldest()
         for table, tokens in feeds:
             self._extend(table, tokens)
 
@@ -174,10 +172,27 @@ class BlockPool:
         last = self._needed(table.length + num_tokens)
         return range(table.length // self.block_size, last)
 
-    def _new_blocks(self, table: BlockTable, num_tokens: int) -> int:
-        written = self._written(table, num_tokens)
-        held = [table.blocks[i] for i in written if i < len(table.blocks)]
-        return len(written) - sum(self._holders[block] == 1 for block in held)
+    def _wanted(
+        self, feeds: Sequence[tuple[BlockTable, Sequence[int]]], holders: Sequence[int]
+    ) -> int:
+        """Free blocks that the feeds take, if every block had this many holders."""
+        new, writers = 0, Counter[int]()
+        for table, tokens in feeds:
+            for index in self._written(table, len(tokens)):
+                if index < len(table.blocks):
+                    writers[table.blocks[index]] += 1
+                else:
+                    new += 1
+        # The last holder of a block that all others have copied writes into it as it is.
+        return new + sum(min(count, holders[block] - 1) for block, count in writers.items())
+
+    def _check_room(self, feeds: Sequence[tuple[BlockTable, Sequence[int]]]) -> None:
+        """Raise CacheFull if the feeds do not fit even without the ended sequences."""
+        live = Counter(block for table in self._live for block in table.blocks)
+        wanted = self._wanted(feeds, [live[block] for block in range(self.num_blocks)])
+        free = self.num_blocks - len(live)
+        if wanted > free:
+            raise CacheFull(wanted * self.block_size, free * self.block_size)
 
     def _extend(self, table: BlockTable, tokens: Sequence[int]) -> None:
         for index in self._written(table, len(tokens)):

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from outrider.errors import UsageError
@@ -48,7 +48,12 @@ def clear_cache() -> int:
 
 
 def kept_folder(
-    kind: str, name: str, make: Callable[[Path], dict[str, object]], *, notify: Callable[[], None]
+    kind: str,
+    name: str,
+    make: Callable[[Path], dict[str, object]],
+    *,
+    facts: Sequence[str] = (),
+    notify: Callable[[], None],
 ) -> Path:
     """The kept folder of this kind and name, made now if it is missing or broken.
 
@@ -56,6 +61,7 @@ def kept_folder(
         kind: "models" or "graphs".
         name: of the folder; says everything its content depends on.
         make: fills an empty folder and returns what its manifest shall say beside the sizes.
+        facts: names of what the manifest must say.
         notify: called before `make`, which may take long.
 
     Raises:
@@ -63,15 +69,15 @@ def kept_folder(
     """
     assert kind in _KINDS, kind
     folder = cache_folder() / kind / name
-    if is_whole(folder):
+    if is_whole(folder, facts):
         return folder
     notify()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+        folder.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as unfinished:
-            facts = make(Path(unfinished))
-            _write_manifest(Path(unfinished), facts)
+            _write_manifest(Path(unfinished), make(Path(unfinished)))
             with contextlib.suppress(OSError):  # another process was faster
                 os.rename(unfinished, folder)
             Path(unfinished).mkdir(exist_ok=True)
@@ -83,11 +89,18 @@ def kept_folder(
     return folder
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a kept folder holds every file it was written with, at its full size."""
+def is_whole(folder: Path, facts: Sequence[str] = ()) -> bool:
+    """Whether a kept folder holds every file it was written with, at its full size.
+
+    Args:
+        folder: a kept one.
+        facts: names of what its manifest must say.
+    """
     try:
-        sizes = read_manifest(folder)["sizes"]
+        manifest = read_manifest(folder)
+        sizes = manifest["sizes"]
         assert isinstance(sizes, dict)
+        assert set(facts) <= set(manifest)
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, AssertionError):
         return False

@@ -33,7 +33,7 @@ from outrider.models.openvino import (
     paged_attention_transformation,
 )
 
-__all__ = ["Graph", "convert", "kept_graph", "paged"]
+__all__ = ["Graph", "NotConverted", "convert", "kept_graph", "paged"]
 
 _FORMAT = "graph 1"
 _GRAPH_FILE = "decoder.xml"
@@ -79,12 +79,12 @@ def kept_graph(
             once.
         UsageError: "int8" without nncf, or a cache that cannot be written.
     """
-    sliding_windows(config)  # refuses before anything is read
+    _windows(config)  # refuses before anything is read
     versions = (transformers.__version__, ov.get_version(), torch.__version__)
     name = f"{Path(checkpoint.source).name}-{dtype}-{identity(checkpoint, _FORMAT, *versions)}"
     refusal = cache_folder() / "graphs" / f"{name}.unsupported"
     if refusal.is_file():
-        raise UnsupportedModel(refusal.read_text())
+        raise NotConverted(refusal.read_text())
     if dtype == "int8" and importlib.util.find_spec("nncf") is None:
         raise UsageError("int8 weights need nncf: pip install 'outrider[int8]'")
 
@@ -93,13 +93,15 @@ def kept_graph(
         # Traced in float32 whatever the weights were rounded to: the device chooses its arithmetic.
         graph = convert(module.float())
         try:
-            if dtype == "int8":
-                graph = _with_int8_weights(graph)
-            else:
-                check(graph, module)
+            check(graph, module)
         except UnsupportedModel as error:
-            raise _NotConverted(str(error)) from error
-        ov.save_model(graph.decoder, folder / _GRAPH_FILE, compress_to_fp16=False)
+            raise NotConverted(str(error)) from error
+        if dtype == "int8":
+            graph = _with_int8_weights(graph)
+        try:
+            ov.save_model(graph.decoder, folder / _GRAPH_FILE, compress_to_fp16=False)
+        except RuntimeError as error:  # a full disk, for one
+            raise OSError(_first_line(error)) from error
         return {"windows": list(graph.windows), "eos_ids": sorted(graph.eos_ids)}
 
     try:
@@ -107,11 +109,12 @@ def kept_graph(
             "graphs",
             name,
             make,
+            facts=("windows", "eos_ids"),
             notify=lambda: notify(
                 f"converting {checkpoint.name} for this CPU ({dtype}); later starts are quick"
             ),
         )
-    except _NotConverted as error:
+    except NotConverted as error:
         refusal.parent.mkdir(parents=True, exist_ok=True)
         refusal.write_text(str(error))
         raise
@@ -131,16 +134,16 @@ def convert(module: PreTrainedModel) -> Graph:
         UnsupportedModel: its forward pass cannot be traced in this form.
     """
     kind = module.config.model_type
-    windows = sliding_windows(module.config)
+    windows = _windows(module.config)
     if not module._supports_sdpa:
-        raise _NotConverted(f"{kind} has no attention that OpenVINO recognises")
+        raise NotConverted(f"{kind} has no attention that OpenVINO recognises")
     module.set_attn_implementation("sdpa")
     try:
         with quietly(), torch.inference_mode(False), torch.no_grad():
             decoder = _traced(module)
             _make_stateful(decoder)
     except Exception as error:  # whatever a foreign model does under a tracer
-        raise _NotConverted(f"{kind} does not convert ({_first_line(error)})") from error
+        raise NotConverted(f"{kind} does not convert ({_first_line(error)})") from error
     return Graph(decoder, windows, eos_ids(module, None))
 
 
@@ -159,10 +162,10 @@ def paged(graph: Graph) -> ov.Model:
     try:
         paged_attention_transformation(decoder)
     except Exception as error:
-        raise _NotConverted(f"no paged attention ({_first_line(error)})") from error
+        raise NotConverted(f"no paged attention ({_first_line(error)})") from error
     layers = [op for op in decoder.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
     if len(layers) != len(graph.windows):
-        raise _NotConverted(f"paged attention in {len(layers)} of {len(graph.windows)} layers")
+        raise NotConverted(f"paged attention in {len(layers)} of {len(graph.windows)} layers")
     for op in layers:
         layer = int(op.input_value(3).get_node().get_friendly_name().removeprefix("key_cache."))
         window = np.array(graph.windows[layer], dtype=np.int32)
@@ -172,8 +175,15 @@ def paged(graph: Graph) -> ov.Model:
     return decoder
 
 
-class _NotConverted(UnsupportedModel):
-    """A model that will not convert the next time either."""
+def _windows(config: PretrainedConfig) -> list[int]:
+    try:
+        return sliding_windows(config)
+    except UnsupportedModel as error:
+        raise NotConverted(f"{config.model_type} has {error}") from error
+
+
+class NotConverted(UnsupportedModel):
+    """A model without a graph that gives its logits; it may well run on the torch engine."""
 
 
 class _WithPast(torch.nn.Module):
@@ -300,10 +310,15 @@ def _with_int8_weights(graph: Graph) -> Graph:
     import nncf
 
     with quietly():
-        decoder = nncf.compress_weights(graph.decoder, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        decoder = nncf.compress_weights(
+            graph.decoder.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM
+        )
     return Graph(decoder, graph.windows, graph.eos_ids)
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    operations = sorted({word for line in lines for word in line.split() if "aten::" in word})
+    if operations:  # what OpenVINO could not translate is in the middle of its message
+        return f"no translation of {', '.join(operations[:3])}"
     return lines[0] if lines else type(error).__name__

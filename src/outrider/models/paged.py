@@ -101,6 +101,8 @@ class PagedModel:
                 "PERFORMANCE_HINT": "LATENCY",
                 "INFERENCE_PRECISION_HINT": precision,
                 "KV_CACHE_PRECISION": precision,
+                # Threads bound to cores wait for whatever else runs there.
+                "ENABLE_CPU_PINNING": False,
                 # Otherwise int8 weights would meet activations rounded to 8 bits as well.
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             },
