@@ -49,6 +49,7 @@ PROMPTS = BENCHMARKS / "peer_systems" / "prompts.json"
 RESULTS = BENCHMARKS / "results"
 SYSTEMS = (
     "outrider",
+    "outrider-int8-drafter",
     "transformers",
     "openvino-genai",
     "openvino-genai-default-kv",
@@ -64,6 +65,7 @@ TASKS = (
     "translation",
 )
 MODES_OF_SYSTEM = {
+    "outrider-int8-drafter": ("draft-model",),
     "openvino-genai-default-kv": ("plain",),
     "llama-cpp": ("plain", "lookup"),
 }
@@ -192,7 +194,8 @@ class Crew:
         models = replace(
             self._models, target=str(target), drafter=None if drafter is None else str(drafter)
         )
-        python = Path(sys.executable) if system == "outrider" else self._environment.python
+        is_ours = system.startswith("outrider")
+        python = Path(sys.executable) if is_ours else self._environment.python
         log = self._environment.folder / "logs" / f"{system}.{process.contenders[0].mode}.log"
         worker = Worker(system, python, models, log)
         self._workers[process] = worker
@@ -360,7 +363,13 @@ def plan_processes(
     """The processes that can run, and what cannot with its reason."""
     processes, not_run = [], []
     for system in arguments.systems:
-        modes = [mode for mode in MODES_OF_SYSTEM.get(system, MODES) if mode in arguments.modes]
+        modes = [
+            mode
+            for mode in MODES_OF_SYSTEM.get(system, MODES)
+            if mode in arguments.modes and f"{system}:{mode}" not in arguments.skip
+        ]
+        if not modes:
+            continue
         if pair.drafter is None:
             modes = [mode for mode in modes if mode != "draft-model"]
         try:
@@ -381,7 +390,7 @@ def plan_processes(
 
 
 def _draft_lengths(system: str, mode: str, arguments: argparse.Namespace) -> Sequence[int | None]:
-    if system == "outrider" and mode != "plain" and arguments.gammas:
+    if system.startswith("outrider") and mode != "plain" and arguments.gammas:
         return tuple(arguments.gammas)
     if (system, mode) == ("openvino-genai", "draft-model") and arguments.draft_lengths:
         return tuple(arguments.draft_lengths)
@@ -453,6 +462,7 @@ def parse() -> argparse.Namespace:
     add("--engine", default="auto", help="Outrider's engine")
     add("--systems", nargs="+", choices=SYSTEMS, help="default: all")
     add("--modes", nargs="+", choices=MODES, default=MODES)
+    add("--skip", nargs="+", default=(), metavar="SYSTEM:MODE", help="leave these out")
     add("--temperatures", nargs="+", type=float, default=(0.0, 1.0))
     add("--gammas", nargs="+", type=int, help="Outrider's draft lengths; default: its own")
     add("--draft-lengths", nargs="+", type=int, help="GenAI's, with a draft model")
@@ -462,6 +472,7 @@ def parse() -> argparse.Namespace:
     add("--prompts-per-task", type=int, default=2)
     add("--threads", type=int, default=os.cpu_count())
     add("--time-limit", type=float, help="seconds after which no new measurement begins")
+    add("--label", default="", help="end of the result files' names")
     add("--fresh", action="store_true", help="forget what an interrupted run measured")
     add("--json", action="store_true", help="the results as the last line of stdout")
     arguments = parser.parse_args()
@@ -508,6 +519,7 @@ def main() -> None:
         "packages": dict(environment.versions()),
     }
     name = f"peers-{arguments.pair}" + ("-quick" if arguments.quick else "")
+    name += f"-{arguments.label}" if arguments.label else ""
     journal = Journal(RESULTS / f"{name}.unfinished.jsonl", conditions, fresh=arguments.fresh)
 
     contenders = [one for process in processes for one in process.contenders]

@@ -324,7 +324,10 @@ FLAGS: dict[str, list[tuple[tuple[str, ...], Callable[[Json, Json], bool]]]] = {
     "as_json": [(("--json",), greedy_again)],
 }
 # Tests of their own:
-ELSEWHERE = {"prompt", "stream", "engine", "dtype", "device", "kv_memory", "with_transformers"}
+ELSEWHERE = {
+    *("prompt", "stream", "engine", "dtype", "device"),
+    *("drafter_dtype", "kv_memory", "with_transformers"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +439,25 @@ def test_memory_for_keys_and_values_needs_the_engine_that_has_it(
 ) -> None:
     arguments = ("--target", folder, "--kv-memory", "1", *flags)
     assert_refused(run("generate", "hello", *arguments), "kv_memory")
+
+
+def test_a_drafter_of_another_dtype_changes_the_drafts_and_not_the_text(
+    run: Run, folder: str
+) -> None:
+    pytest.importorskip("nncf", reason="int8 needs nncf")
+    arguments = ("--target", folder, "--drafter", folder, "--max-new-tokens", "60", "--json")
+    same = run("generate", "hello", *arguments).facts
+    other = run("generate", "hello", *arguments, "--drafter-dtype", "int8").facts
+    assert same["token_ids"] == other["token_ids"]
+    assert same["stats"]["dtype"] == other["stats"]["dtype"]
+    assert same["stats"]["accepted"] == same["stats"]["drafted"]
+    assert 0 < other["stats"]["accepted"] < other["stats"]["drafted"]
+
+
+def test_a_dtype_for_a_drafter_that_is_no_model_is_refused(run: Run) -> None:
+    arguments = ("--target", "toy:target", "--drafter", "lookup", "--drafter-dtype", "int8")
+    assert_refused(run("generate", PROMPT, *arguments), "lookup")
+    assert_refused(run("generate", PROMPT, *TOYS, "--drafter-dtype", "warp"), "warp")
 
 
 def test_the_openvino_engine_is_for_the_cpu(run: Run, folder: str) -> None:

@@ -1,13 +1,18 @@
-"""Outrider through its public API, in the product's own environment."""
+"""Outrider through its public API, in the product's own environment.
+
+The system `outrider-int8-drafter` rounds the drafting model's weights to 8 bits; the target, and so
+the law of the output, is the same.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Final, cast
 
 import torch
 
 import outrider
-from outrider.models import Engine
+from outrider.models import Dtype, Engine
 from outrider.pair import Settings
 from peer_systems.serve import Job, Models, Run, Stopwatch, serve
 
@@ -18,9 +23,10 @@ DRAFTER_OF_MODE = {"plain": "none", "lookup": "lookup"}
 class OutriderSystem:
     """One target for all modes; "plain" is a pair without a drafter."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, *, drafter_dtype: Dtype = DTYPE) -> None:
         torch.set_num_threads(models.num_threads)
         self._models = models
+        self._drafter_dtype = drafter_dtype
         self._pairs: dict[str, outrider.Pair] = {}
 
     def open(self, mode: str) -> dict[str, str]:
@@ -33,12 +39,17 @@ class OutriderSystem:
         if self._pairs:
             target = next(iter(self._pairs.values())).target
             proposer = outrider.make_drafter(
-                drafter, target, engine=engine, dtype=DTYPE, device="cpu"
+                drafter, target, engine=engine, dtype=self._drafter_dtype, device="cpu"
             )
             pair = outrider.Pair(target, proposer)
         else:
             pair = outrider.load(
-                self._models.target, drafter, engine=engine, dtype=DTYPE, device="cpu"
+                self._models.target,
+                drafter,
+                engine=engine,
+                dtype=DTYPE,
+                drafter_dtype=self._drafter_dtype,
+                device="cpu",
             )
         self._pairs[mode] = pair
         return {
@@ -82,4 +93,5 @@ class OutriderSystem:
 
 
 if __name__ == "__main__":
-    serve(OutriderSystem)
+    drafter_dtype: Dtype = "int8" if "--int8-drafter" in sys.argv else DTYPE
+    serve(lambda models: OutriderSystem(models, drafter_dtype=drafter_dtype))

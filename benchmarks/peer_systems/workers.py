@@ -15,12 +15,16 @@ from peer_systems.serve import Job, Models
 
 MODULES = {
     "outrider": ["peer_systems.system_outrider"],
+    "outrider-int8-drafter": ["peer_systems.system_outrider"],
     "transformers": ["peer_systems.system_transformers"],
     "openvino-genai": ["peer_systems.system_openvino_genai"],
     "openvino-genai-default-kv": ["peer_systems.system_openvino_genai"],
     "llama-cpp": ["peer_systems.system_llama_cpp"],
 }
-EXTRA_ARGUMENTS = {"openvino-genai-default-kv": ["--default-kv"]}
+EXTRA_ARGUMENTS = {
+    "openvino-genai-default-kv": ["--default-kv"],
+    "outrider-int8-drafter": ["--int8-drafter"],
+}
 ANSWER_LIMIT_S = 3600
 
 

@@ -71,6 +71,9 @@ StopOption = Annotated[list[str] | None, typer.Option(help="End before this stri
 SystemOption = Annotated[str | None, typer.Option(help="System message.")]
 EngineOption = Annotated[str, typer.Option(help="auto, openvino or torch.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or int8 (openvino).")]
+DrafterDtypeOption = Annotated[
+    str | None, typer.Option(help="As --dtype, for a drafting model; default: the same.")
+]
 KvMemoryOption = Annotated[
     float | None, typer.Option(metavar="GIB", help="Memory for keys and values (openvino).")
 ]
@@ -104,6 +107,7 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     kv_memory: KvMemoryOption = None,
+    drafter_dtype: DrafterDtypeOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show every round in colour.")] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, with the K likeliest tokens.")
@@ -144,7 +148,7 @@ def generate(
     _check_early(settings)
     if with_transformers and not compare:
         raise UsageError("--with-transformers adds a row to --compare; pass both")
-    pair = _load(target, drafter, engine, dtype, device, kv_memory)
+    pair = _load(target, drafter, engine, dtype, device, kv_memory, drafter_dtype)
     request = pair.request(text, **settings)
     if compare:
         beside = target if with_transformers else None
@@ -183,6 +187,7 @@ def chat(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     kv_memory: KvMemoryOption = None,
+    drafter_dtype: DrafterDtypeOption = None,
 ) -> None:
     """Hold a conversation in the terminal. An empty line or Ctrl-D ends it, Ctrl-C an answer."""
     settings: Settings = {
@@ -200,7 +205,7 @@ def chat(
         "seed": seed,
     }
     _check_early(settings)
-    pair = _load(target, drafter, engine, dtype, device, kv_memory)
+    pair = _load(target, drafter, engine, dtype, device, kv_memory, drafter_dtype)
     messages = []
     if system is not None:
         messages.append({"role": "system", "content": _utf8(system, "the system message")})
@@ -236,7 +241,7 @@ def models(
         str | None, typer.Option(metavar="REF", help="Read a model now, so that it starts quickly.")
     ] = None,
     clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Delete imported models.")
+        bool, typer.Option("--clear-cache", help="Delete imported models and converted graphs.")
     ] = False,
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
@@ -378,11 +383,16 @@ def _load(
     dtype: str,
     device: str,
     kv_memory: float | None = None,
+    drafter_dtype: str | None = None,
 ) -> Pair:
     from outrider.models import check_choices
     from outrider.pair import load
 
     check_choices(engine, dtype, device)
+    if drafter_dtype is not None:
+        check_choices(dtype=drafter_dtype)
+        if drafter in ("none", "lookup") or drafter.startswith("ngram:"):
+            raise UsageError(f"--drafter-dtype is for a drafting model, and {drafter} is none")
     if kv_memory is not None and not 0 < kv_memory < 1e6:
         raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
     pair = load(
@@ -392,6 +402,7 @@ def _load(
         dtype=dtype,  # type: ignore[arg-type]
         device=device,
         kv_memory=None if kv_memory is None else int(kv_memory * 2**30),
+        drafter_dtype=drafter_dtype,  # type: ignore[arg-type]
     )
     for notice in getattr(pair.target, "notices", ()):
         _err.print(f"note: {notice}", style="dim")

@@ -304,8 +304,9 @@ class Engine:
     ) -> tuple[Tensor, list[Event]]:
         """One target pass. Where the cache has no room for all, the latest request is suspended.
 
-        A request that is alone goes on without its draft: all of it, whatever it says, so that
-        the law stays. For others that would not do; their texts would depend on each other.
+        The draft of a request that is alone is cut to what fits, as if gamma had been that small:
+        the cut is fixed by what was committed before, whatever was drawn, so the law stays. Among
+        several requests that would not do; their texts would depend on each other.
 
         Returns:
             The logits of the requests that are still active, and an event for one that failed: a
@@ -320,14 +321,16 @@ class Engine:
                 if len(self._active) > 1:
                     del feeds[latest]
                     self._suspend(latest)
-                elif latest in drafts and drafts[latest].tokens:
-                    drafts[latest] = Draft([])
-                    feeds[latest] = latest.feed(drafts[latest])
-                    if self.drafter is not None:  # it may live in the same memory
-                        self.drafter.release(latest.history)
-                else:
+                    continue
+                if self.drafter is not None:  # it may live in the same memory
+                    self.drafter.release(latest.history)
+                room = self.target.room(latest.sequence)
+                unseen = len(latest.history) - latest.sequence.length
+                if latest not in drafts or not drafts[latest].tokens or room < unseen:
                     result = self._leave(latest, "error", error)
                     return torch.empty(0), [Event(latest.id, latest.text.finish(), [], result)]
+                drafts[latest] = _shortened(drafts[latest], room - unseen)
+                feeds[latest] = latest.feed(drafts[latest])
         return torch.empty(0), []
 
     def _suspend(self, item: _Active) -> None:
@@ -413,6 +416,12 @@ class Engine:
         self._has_room = True
         self._close(item)
         return item.result(reason, error)
+
+
+def _shortened(draft: Draft, length: int) -> Draft:
+    """The draft as it would have been with a gamma of `length`."""
+    q = None if draft.q is None or length == 0 else draft.q[:length]
+    return Draft(draft.tokens[:length], q)
 
 
 def _logprobs(p: Tensor, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -162,6 +162,7 @@ def load(
     dtype: Dtype = "auto",
     device: str = "auto",
     kv_memory: int | None = None,
+    drafter_dtype: Dtype | None = None,
     max_batch: int = 32,
 ) -> Pair:
     """A pair, its models loaded.
@@ -171,13 +172,17 @@ def load(
         drafter: "lookup", "ngram:FILE", "none", or a model reference like `target`.
         engine, dtype, device: see `load_model`.
         kv_memory: bytes for the target's keys and values; see `load_model`.
+        drafter_dtype: of a drafting model; None for the target's. It changes how often drafts are
+            right, and the time they take, but never the law of the output.
         max_batch: most requests decoded side by side.
 
     Raises:
         OutriderError: see `load_model` and `make_drafter`.
     """
     model = load_model(target, engine=engine, dtype=dtype, device=device, kv_memory=kv_memory)
-    proposer = make_drafter(drafter, model, engine=engine, dtype=dtype, device=device)
+    proposer = make_drafter(
+        drafter, model, engine=engine, dtype=drafter_dtype or dtype, device=device
+    )
     return Pair(model, proposer, max_batch=max_batch)
 
 

@@ -50,6 +50,9 @@ class BlockModel(ToyModel):
         self.opened.append((table, table.length))
         return table
 
+    def room(self, sequence: BlockTable) -> int:  # type: ignore[override]
+        return self.pool.room(sequence)
+
     def forget(self) -> None:
         self.pool.clear()
 

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 import torch
 
+from exact.blocks import BlockModel
 from exact.controls import WRONG_RULES
 from exact.drafters import (
     DroppingDrafter,
@@ -36,7 +37,7 @@ from outrider.models.toy import ToyModel, hashed_law
 from outrider.randomness import Purpose
 from outrider.requests import Request
 from outrider.sampling import History, SamplingPolicy
-from outrider.verification import RULES
+from outrider.verification import RULES, Draft
 
 SIZE = 3
 TARGET = hashed_law(SIZE, seed=11, order=3, sharpness=1.5)
@@ -160,8 +161,13 @@ def loop_law(
     size: int,
     key: Callable[[Purpose, int, int], Hashable] = lambda *place: place,
     policy: SamplingPolicy,
+    num_blocks: int | None = None,
+    num_expected: int | None = None,
 ) -> tuple[Law, Law]:
-    """The law of the real loop's output over several rounds, and that of plain decoding."""
+    """The law of the real loop's output over several rounds, and that of plain decoding.
+
+    With `num_blocks` the target's memory ends there, and the output after `num_expected` tokens.
+    """
     target = hashed_law(size, seed=21, order=2, sharpness=1.2)
     prompt = [0, 1, 0]
     law: Law = defaultdict(float)
@@ -175,13 +181,18 @@ def loop_law(
                 return ExhaustiveNoise(walk, origin, coupled=self.coupled, key=key)
 
         monkeypatch.setattr(decoding, "Noise", WalkedNoise)
-        engine = decoding.Engine(ToyModel(target, size), drafter())
-        request = Request(prompt, policy, max_new_tokens=num_tokens, gamma=gamma, rule=rule)
-        return tuple(engine.generate([request])[0].token_ids)
+        model = ToyModel(target, size)
+        if num_blocks is not None:
+            model = BlockModel(target, size, num_blocks=num_blocks)
+        engine = decoding.Engine(model, drafter())
+        engine.add(Request(prompt, policy, max_new_tokens=num_tokens, gamma=gamma, rule=rule))
+        results = [event.result for _ in range(9 * engine.has_work) for event in engine.step()]
+        [result] = [result for result in results if result is not None]
+        return tuple(result.token_ids)
 
     for tokens, walk in walks(run):
         law[tokens] += walk.weight  # type: ignore[index]
-    return law, Target(target, policy).plain_law(History(prompt), num_tokens)
+    return law, Target(target, policy).plain_law(History(prompt), num_expected or num_tokens)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -205,6 +216,38 @@ def test_the_loop_keeps_the_law_over_several_rounds(
         policy=SamplingPolicy(temperature=1.0, frequency_penalty=0.3),
     )
     assert total_variation(found, wanted) < EXACT
+
+
+def law_in_a_full_memory(monkeypatch: pytest.MonkeyPatch, rule: str) -> float:
+    """Four places, three of them for the prompt; the drafts are longer than one, some of them."""
+    found, wanted = loop_law(
+        monkeypatch,
+        rule,
+        lambda: StoppingDrafter(2, hashed_law(2, seed=22, sharpness=1.0)),
+        num_tokens=4,
+        gamma=2,
+        size=2,
+        policy=SamplingPolicy(temperature=1.0),
+        num_blocks=1,
+        num_expected=2,
+    )
+    return total_variation(found, wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_cut_short_by_the_memory_keeps_the_law(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    assert law_in_a_full_memory(monkeypatch, rule) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_leaving_out_the_drafts_that_do_not_fit_is_caught(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """How long a draft is may depend on what was drawn, and then so does what is left out."""
+    monkeypatch.setattr(decoding, "_shortened", lambda draft, length: Draft([]))
+    assert law_in_a_full_memory(monkeypatch, rule) > 1e-3
 
 
 @pytest.mark.parametrize(("rule", "is_exact"), [("rejection", True), ("block", False)])

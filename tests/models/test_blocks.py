@@ -6,6 +6,7 @@ copied and given up before. Pools that get one of these things wrong are planted
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -130,6 +131,16 @@ class PlainModel(RuleBasedStateMachine):
         table.rollback(len(self.texts[table]))
         assert table.blocks == blocks
 
+    @rule(table=tables)
+    def room_is_what_fits_and_not_a_token_more(self, table: BlockTable) -> None:
+        room = self.memory.pool.room(table)
+        if room:
+            memory, same = copy.deepcopy((self.memory, table))
+            memory.write((same, [0] * room))
+        memory, same = copy.deepcopy((self.memory, table))
+        with pytest.raises(CacheFull):
+            memory.write((same, [0] * (room + 1)))
+
     @rule(target=tables, table=tables)
     def fork(self, table: BlockTable) -> BlockTable:
         forked = table.fork()
@@ -157,8 +168,8 @@ class PlainModel(RuleBasedStateMachine):
             self.memory.write(*feeds)
         except CacheFull:
             assert self.memory.state()[0] == before
-            self.ended.clear()
-            assert used > self.memory.pool.num_free  # and nothing is left to be given up
+            held = {block for table in self.texts for block in table.blocks}
+            assert used > self.num_blocks - len(held)  # giving up all that has ended is no help
         else:
             for table, tokens in feeds:
                 self.texts[table].extend(tokens)

@@ -122,6 +122,10 @@ class Model(Protocol):
         """
         ...
 
+    def room(self, sequence: CachedSequence) -> int:
+        """Most tokens that could be fed to this sequence if no other one is fed."""
+        ...
+
     def forget(self) -> None:
         """Give up what ended sequences have left in the cache."""
         ...

@@ -128,6 +128,20 @@ class BlockPool:
         if len(self._retained) > _MAX_RETAINED:
             self._give_up_oldest()
 
+    def room(self, table: BlockTable) -> int:
+        """Most tokens that could be appended to this sequence alone, ended ones given up."""
+        live = self._live_holders()
+        free = self.num_blocks - len(live)
+        room = -table.length
+        for index, block in enumerate(table.blocks):
+            is_written = index >= table.length // self.block_size
+            if is_written and live[block] > 1:  # has to be copied first
+                if free == 0:
+                    return max(0, room)
+                free -= 1
+            room += self.block_size
+        return room + free * self.block_size
+
     def append(self, feeds: Sequence[tuple[BlockTable, Sequence[int]]]) -> None:
         """Make room for new tokens and count them as cached: for all feeds, or for none.
 
@@ -164,6 +178,9 @@ class BlockPool:
             assert self._needed(table.length) <= len(table.blocks), "cached tokens without a block"
             assert len(set(table.blocks)) == len(table.blocks), "a block is twice in a table"
 
+    def _live_holders(self) -> Counter[int]:
+        return Counter(block for table in self._live for block in table.blocks)
+
     def _needed(self, length: int) -> int:
         return -(-length // self.block_size)
 
@@ -188,7 +205,7 @@ class BlockPool:
 
     def _check_room(self, feeds: Sequence[tuple[BlockTable, Sequence[int]]]) -> None:
         """Raise CacheFull if the feeds do not fit even without the ended sequences."""
-        live = Counter(block for table in self._live for block in table.blocks)
+        live = self._live_holders()
         wanted = self._wanted(feeds, [live[block] for block in range(self.num_blocks)])
         free = self.num_blocks - len(live)
         if wanted > free:

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.masking_utils import causal_mask_function
 
 from outrider.errors import UnsupportedModel, UsageError
-from outrider.models import Dtype, Feed, Prompt
+from outrider.models import CachedSequence, Dtype, Feed, Prompt
 from outrider.models.architecture import context_length, eos_ids, refuse_unsupported
 from outrider.models.checkpoints import (
     find_checkpoint,
@@ -323,6 +323,10 @@ class CausalModel:
         """An empty sequence with room for the prompt and some tokens more."""
         capacity = min(len(prompt.ids) + _HEADROOM, self.context_length)
         return CausalSequence(capacity, self.context_length)
+
+    def room(self, sequence: CachedSequence) -> int:
+        """What the context has left."""
+        return self.context_length - sequence.length
 
     def forget(self) -> None:
         """Nothing is left in the cache of an ended sequence."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import UnsupportedModel, UsageError
-from outrider.models import Dtype, Feed, Prompt
+from outrider.models import CachedSequence, Dtype, Feed, Prompt
 from outrider.models.architecture import context_length, refuse_unsupported
 from outrider.models.blocks import BlockPool, BlockTable
 from outrider.models.checkpoints import find_checkpoint, load_config, load_tokenizer, to_stderr
@@ -118,6 +118,11 @@ class PagedModel:
     def start(self, prompt: Prompt) -> BlockTable:
         """A sequence that has cached whatever another one has cached of this prompt's beginning."""
         return self.pool.open(prompt.ids)
+
+    def room(self, sequence: CachedSequence) -> int:
+        """What the context has left, or the blocks that no live sequence needs."""
+        table = cast(BlockTable, sequence)
+        return min(self.context_length - table.length, self.pool.room(table))
 
     def forget(self) -> None:
         """Give up the blocks of ended sequences."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelNotFound, UsageError
-from outrider.models import Feed, Prompt
+from outrider.models import CachedSequence, Feed, Prompt
 from outrider.text import Message, Tokenizer
 
 __all__ = ["ByteTokenizer", "ToyModel", "hashed_law", "load_toy"]
@@ -79,6 +79,10 @@ class ToyModel:
     def start(self, prompt: Prompt) -> ToySequence:
         """An empty sequence."""
         return ToySequence()
+
+    def room(self, sequence: CachedSequence) -> int:
+        """What the context has left."""
+        return self.context_length - sequence.length
 
     def forget(self) -> None:
         """Nothing is left in the cache of an ended sequence."""
