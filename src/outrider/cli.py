@@ -536,7 +536,10 @@ def _print_comparison(comparison: Comparison) -> None:
         )
     if comparison.transformers_ms:
         table.add_row(
-            "transformers", _number(statistics.median(comparison.transformers_ms), ".1f"), "1.00"
+            "transformers",
+            _number(statistics.median(comparison.transformers_ms), ".1f"),
+            "1.00",
+            "-",
         )
     _out.print(table)
     num_tokens = comparison.plain.stats.num_tokens
