@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PretrainedConfig
 
+from outrider.models import CachedSequence, Feed, Model, Prompt
+
 V = 101
 WINDOW = 8  # of every sliding layer here: shorter than the texts
 CONTEXT = 1024
@@ -185,6 +187,43 @@ def logits_of(module: Module, ids: Sequence[int]) -> Tensor:
     """[n, V] of a plain forward pass without a cache."""
     rows: Tensor = module(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
     return rows.float()
+
+
+def fresh(model: Model, ids: Sequence[int]) -> CachedSequence:
+    """A sequence that shares nothing, so that everything is really fed."""
+    sequence = model.start(Prompt(ids))
+    sequence.rollback(0)
+    return sequence
+
+
+def feed_in_pieces(model: Model, ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Logits [n, V] of all of `ids`, fed to a fresh sequence in pieces of these sizes."""
+    assert sum(sizes) == len(ids)
+    [rows] = feed_side_by_side(model, [ids], [[size] for size in sizes])
+    return rows
+
+
+def feed_side_by_side(
+    model: Model, texts: Sequence[Sequence[int]], passes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Logits [n, V] of every text, each in a fresh sequence, fed in ragged passes.
+
+    Args:
+        passes: for every pass, how many tokens each text gets; 0 leaves it out of that pass.
+    """
+    sequences = [fresh(model, ids) for ids in texts]
+    rows: list[list[Tensor]] = [[] for _ in texts]
+    at = [0] * len(texts)
+    for sizes in passes:
+        active = [i for i, size in enumerate(sizes) if size]
+        feeds = [Feed(sequences[i], texts[i][at[i] : at[i] + sizes[i]], sizes[i]) for i in active]
+        found = model.score(feeds).split([sizes[i] for i in active])
+        for i, part in zip(active, found, strict=True):
+            rows[i].append(part)
+            at[i] += sizes[i]
+    for sequence in sequences:
+        sequence.close()
+    return [torch.cat(parts) for parts in rows]
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:

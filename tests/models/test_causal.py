@@ -25,6 +25,8 @@ from models.families import (
     V,
     assert_close,
     build,
+    feed_in_pieces,
+    feed_side_by_side,
     logits_of,
     other,
     plain,
@@ -105,16 +107,6 @@ def drafter_of(kind: str, family: str) -> Drafter:
 
 def start(model: CausalModel, ids: Sequence[int]) -> CausalSequence:
     return model.start(Prompt(ids))
-
-
-def feed_in_pieces(model: CausalModel, ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Logits [n, V] of all of `ids`, fed to a fresh sequence in pieces of these sizes."""
-    assert sum(sizes) == len(ids)
-    sequence, rows, at = start(model, ids), [], 0
-    for size in sizes:
-        rows.append(model.score([Feed(sequence, ids[at : at + size], size)]))
-        at += size
-    return torch.cat(rows)
 
 
 def greedy(
@@ -237,18 +229,10 @@ def test_each_row_of_a_ragged_batch_is_what_its_sequence_gives_alone(family: str
     """Three sequences; in every pass other sizes, and one time only two of them."""
     model = served(family)
     texts = [text(40, seed=1), text(33, seed=2), text(21, seed=3)]
-    sequences = [start(model, ids) for ids in texts]
-    rows: list[list[Tensor]] = [[], [], []]
-    at = [0, 0, 0]
-    for sizes in ((20, 9, 1), (1, 15, 4), (10, 0, 1), (9, 9, 15)):
-        active = [i for i in range(3) if sizes[i]]
-        feeds = [Feed(sequences[i], texts[i][at[i] : at[i] + sizes[i]], sizes[i]) for i in active]
-        found = model.score(feeds).split([sizes[i] for i in active])
-        for i, part in zip(active, found, strict=True):
-            rows[i].append(part)
-            at[i] += sizes[i]
-    for ids, parts in zip(texts, rows, strict=True):
-        assert_close(torch.cat(parts), logits_of(plain(family), ids))
+    passes = ((20, 9, 1), (1, 15, 4), (10, 0, 1), (9, 9, 15))
+    found = feed_side_by_side(model, texts, passes)
+    for rows, ids in zip(found, texts, strict=True):
+        assert_close(rows, logits_of(plain(family), ids))
 
 
 @each_family

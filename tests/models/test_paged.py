@@ -28,6 +28,8 @@ from models.families import (
     V,
     assert_close,
     build,
+    feed_in_pieces,
+    feed_side_by_side,
     logits_of,
     plain,
     small,
@@ -176,17 +178,6 @@ def start(model: PagedModel, ids: Sequence[int]) -> BlockTable:
     return table
 
 
-def feed_in_pieces(model: PagedModel, ids: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Logits [n, V] of all of `ids`, fed to a fresh sequence in pieces of these sizes."""
-    assert sum(sizes) == len(ids)
-    sequence, rows, at = start(model, ids), [], 0
-    for size in sizes:
-        rows.append(model.score([Feed(sequence, ids[at : at + size], size)]))
-        at += size
-    sequence.close()
-    return torch.cat(rows)
-
-
 class Meter:
     """Notes how many tokens every pass of a model takes in."""
 
@@ -244,18 +235,10 @@ def test_each_row_of_a_ragged_batch_is_what_its_sequence_gives_alone(family: str
     """Three sequences; in every pass other sizes, and one time only two of them."""
     model = served(family)
     texts = [text(LENGTH, seed=1), text(70, seed=2), text(41, seed=3)]
-    sequences = [start(model, ids) for ids in texts]
-    rows: list[list[Tensor]] = [[], [], []]
-    at = [0, 0, 0]
-    for sizes in ((60, 9, 1), (1, 35, 24), (30, 0, 1), (19, 26, 15)):
-        active = [i for i in range(3) if sizes[i]]
-        feeds = [Feed(sequences[i], texts[i][at[i] : at[i] + sizes[i]], sizes[i]) for i in active]
-        found = model.score(feeds).split([sizes[i] for i in active])
-        for i, part in zip(active, found, strict=True):
-            rows[i].append(part)
-            at[i] += sizes[i]
-    for ids, parts in zip(texts, rows, strict=True):
-        assert_close(torch.cat(parts), logits_of(plain(family), ids))
+    passes = ((60, 9, 1), (1, 35, 24), (30, 0, 1), (19, 26, 15))
+    found = feed_side_by_side(model, texts, passes)
+    for rows, ids in zip(found, texts, strict=True):
+        assert_close(rows, logits_of(plain(family), ids))
 
 
 @each_family
