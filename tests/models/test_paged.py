@@ -7,6 +7,7 @@ once and without any cache. Texts cross three blocks, and are longer than every 
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -373,6 +374,14 @@ def test_a_model_that_does_not_convert_is_refused_in_one_line(family: str) -> No
         convert(build(FAMILIES[family].config()))
     assert str(caught.value).startswith(NOT_CONVERTED[family])
     assert "\n" not in str(caught.value)
+
+
+def test_a_failed_conversion_leaves_the_logging_as_it_was() -> None:
+    root = logging.getLogger()
+    before = root.level, list(root.filters), list(root.handlers)
+    with pytest.raises(UnsupportedModel):
+        convert(build(FAMILIES["mixtral"].config()))
+    assert (root.level, root.filters, root.handlers) == before
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])

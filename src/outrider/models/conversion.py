@@ -28,6 +28,7 @@ from outrider.models.cache import cache_folder, kept_folder, read_manifest
 from outrider.models.checkpoints import Checkpoint, identity, load_weights, quietly
 from outrider.models.openvino import (
     apply_make_stateful_transformation,
+    convert_model,
     ops,
     ov,
     paged_attention_transformation,
@@ -227,9 +228,7 @@ def _traced(module: PreTrainedModel) -> ov.Model:
     ]
     mask = torch.zeros(1, 1, num_new, num_past + num_new)
     positions = torch.arange(num_past, num_past + num_new)[None]
-    decoder = ov.convert_model(
-        _WithPast(module), example_input=(ids[:, num_past:], mask, positions, *past)
-    )
+    decoder = convert_model(_WithPast(module), (ids[:, num_past:], mask, positions, *past))
     names = [f"{i}.{kind}" for i in range(len(past) // 2) for kind in ("key", "value")]
     inputs = ["input_ids", "attention_mask", "position_ids", *(f"past.{name}" for name in names)]
     shapes = [[-1, -1], [-1, 1, -1, -1], [-1, -1]]

@@ -8,12 +8,16 @@ stub of its own. Who imported openvino before us made that choice already.
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor, nn
+
 __all__ = [
     "apply_make_stateful_transformation",
+    "convert_model",
     "ops",
     "ov",
     "paged_attention_transformation",
@@ -34,6 +38,20 @@ if _silenced:
     del sys.modules["openvino_telemetry"]
 
 _MADV_DONTNEED = 4
+
+
+def convert_model(module: nn.Module, example_input: tuple[Tensor, ...]) -> ov.Model:
+    """`openvino.convert_model`, which sets up the root logger and leaves it so when it fails.
+
+    Every warning of this process, ours included, would be lost after that.
+    """
+    root = logging.getLogger()
+    level, filters, handlers = root.level, list(root.filters), list(root.handlers)
+    try:
+        return ov.convert_model(module, example_input=example_input)
+    finally:
+        root.setLevel(level)
+        root.filters, root.handlers = filters, handlers
 
 
 def release_pages(file: Path) -> None:
