@@ -31,6 +31,7 @@ FRAMEWORKS = {
         "models/causal.py",
         "models/checkpoints.py",
         "models/conversion.py",
+        "models/graph.py",
         "models/seq2seq.py",
     },
     "openvino": {"models/openvino.py"},

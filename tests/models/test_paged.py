@@ -42,11 +42,13 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import CacheFull, GenerationError, UnsupportedModel, UsageError
 from outrider.models import Feed, Prompt, conversion, load_model, paged
+from outrider.models import graph as graph_module
 from outrider.models.architecture import context_length
 from outrider.models.blocks import BlockTable
 from outrider.models.cache import MANIFEST, clear_cache
 from outrider.models.causal import CausalModel
-from outrider.models.conversion import Graph, convert
+from outrider.models.conversion import convert
+from outrider.models.graph import Graph
 from outrider.models.paged import PagedModel, check, computes_bfloat16
 from outrider.requests import Request, Result
 from outrider.sampling import SamplingPolicy
@@ -524,7 +526,7 @@ def test_a_folder_is_converted_once_and_is_the_same_model_ever_after(
         assert len(notes) == (1 if attempt == 0 else 0)
         assert all(note.startswith(f"converting {reference} for this CPU") for note in notes)
         monkeypatch.setattr(conversion, "convert", lambda module: 1 / 0)
-        monkeypatch.setattr(conversion, "load_weights", lambda *arguments: 1 / 0)
+        monkeypatch.setattr(graph_module, "load_weights", lambda *arguments: 1 / 0)
     assert len(names(kept)) == 1
 
 
@@ -636,9 +638,9 @@ def test_another_version_of_a_library_is_another_graph(
 ) -> None:
     load(llama)
     if library == "openvino":
-        monkeypatch.setattr(conversion.ov, "get_version", lambda: "1.2.3")
+        monkeypatch.setattr(graph_module.ov, "get_version", lambda: "1.2.3")
     else:
-        monkeypatch.setattr(getattr(conversion, library), "__version__", "1.2.3")
+        monkeypatch.setattr(getattr(graph_module, library), "__version__", "1.2.3")
     load(llama)
     load(llama)
     assert conversions["convert"] == 2
@@ -657,7 +659,7 @@ def test_an_interrupted_conversion_leaves_nothing_behind(
 
     with monkeypatch.context() as patched:
         if stage == "save":
-            patched.setattr(conversion.ov, "save_model", interrupt)
+            patched.setattr(graph_module.ov, "save_model", interrupt)
         else:
             patched.setattr({"convert": conversion, "check": paged}[stage], stage, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -684,7 +686,7 @@ def test_a_full_disk_is_an_error_in_one_line(
     def full(*arguments: object, **options: object) -> None:
         raise RuntimeError("basic_ios::clear: iostream error")  # what OpenVINO says then
 
-    monkeypatch.setattr(conversion.ov, "save_model", full)
+    monkeypatch.setattr(graph_module.ov, "save_model", full)
     with pytest.raises(UsageError, match="OUTRIDER_CACHE"):
         load(llama)
 
@@ -720,7 +722,7 @@ def test_a_model_that_does_not_convert_runs_on_torch_and_one_line_says_why(
         assert lines[0].startswith(notice)
         assert (len(err.splitlines()) == 1) or attempt == 0
         monkeypatch.setattr(conversion, "convert", lambda module: 1 / 0)
-        monkeypatch.setattr(conversion, "load_weights", lambda *arguments: 1 / 0)
+        monkeypatch.setattr(graph_module, "load_weights", lambda *arguments: 1 / 0)
     assert names(kept) == [name for name in names(kept) if name.endswith(".unsupported")]
 
 
@@ -732,7 +734,7 @@ def test_a_model_that_does_not_convert_is_an_error_if_openvino_was_asked_for(
         with pytest.raises(UnsupportedModel, match="bloom has no attention") as caught:
             load_model(reference, engine="openvino", dtype="float32")
         assert "\n" not in str(caught.value)
-        monkeypatch.setattr(conversion, "load_weights", lambda *arguments: 1 / 0)
+        monkeypatch.setattr(graph_module, "load_weights", lambda *arguments: 1 / 0)
     clear_cache()
     with pytest.raises(ZeroDivisionError):  # now it is tried again
         load_model(reference, engine="openvino", dtype="float32")
@@ -759,7 +761,7 @@ def test_chunked_attention_is_refused_before_anything_is_read(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = saved("llama4_chunked", tmp_path / "chunked")
-    monkeypatch.setattr(conversion, "load_weights", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(graph_module, "load_weights", lambda *arguments: 1 / 0)
     with pytest.raises(UnsupportedModel, match="chunked_attention"):
         load(reference)
 
@@ -776,7 +778,7 @@ def test_a_setting_of_this_engine_is_refused_where_the_model_runs_on_torch(
 def test_int8_without_nncf_says_what_to_install(
     kept: Path, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(graph_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"nncf: pip install 'outrider\[int8\]'"):
         load(llama, dtype="int8")
 

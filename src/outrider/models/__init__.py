@@ -169,7 +169,7 @@ def load_model(
     engine = _choose_engine(engine, device)
     if engine != "torch":
         try:
-            from outrider.models.conversion import NotConverted
+            from outrider.models.graph import NotConverted
             from outrider.models.paged import load_paged
 
             return cast(Model, load_paged(reference, dtype=dtype, kv_memory=kv_memory))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING
+
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.errors import UnsupportedModel
 
-__all__ = ["context_length", "eos_ids", "refuse_unsupported", "sliding_windows"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = [
+    "context_length",
+    "eos_ids",
+    "refuse_recurrent",
+    "refuse_unsupported",
+    "sliding_windows",
+]
 
 _EXACT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def refuse_unsupported(config: PretrainedConfig, name: str) -> None:
-    """Refuse, by name, architectures whose cache cannot be rolled back by its length."""
+    """Refuse, by name, what is no decoder, or has a cache that its length cannot roll back."""
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModel(
@@ -23,13 +33,21 @@ def refuse_unsupported(config: PretrainedConfig, name: str) -> None:
         raise UnsupportedModel(f"{name}: {kind} is not a causal language model of transformers")
     text = config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _EXACT_LAYERS)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(architecture, "_is_stateful", False) or foreign:
-        what = f"layers of type {', '.join(foreign)}" if foreign else "a recurrent state"
-        raise UnsupportedModel(
-            f"{name}: {kind} has {what}, which cannot be rolled back exactly after a rejected "
-            "draft; choose a model with attention layers only"
-        )
+    if foreign:
+        raise _not_rolled_back(name, kind, f"layers of type {', '.join(foreign)}")
+
+
+def refuse_recurrent(config: PretrainedConfig, name: str) -> None:
+    """Refuse what only the model's class knows to be recurrent; imports that class (seconds)."""
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
+        raise _not_rolled_back(name, config.model_type, "a recurrent state")
+
+
+def _not_rolled_back(name: str, kind: str, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{name}: {kind} has {what}, which cannot be rolled back exactly after a rejected draft; "
+        "choose a model with attention layers only"
+    )
 
 
 def context_length(config: PretrainedConfig) -> int:

@@ -35,7 +35,12 @@ from transformers.masking_utils import causal_mask_function
 
 from outrider.errors import UnsupportedModel, UsageError
 from outrider.models import CachedSequence, Dtype, Feed, Prompt
-from outrider.models.architecture import context_length, eos_ids, refuse_unsupported
+from outrider.models.architecture import (
+    context_length,
+    eos_ids,
+    refuse_recurrent,
+    refuse_unsupported,
+)
 from outrider.models.checkpoints import (
     find_checkpoint,
     load_config,
@@ -305,6 +310,7 @@ class CausalModel:
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         refuse_unsupported(module.config, name)
+        refuse_recurrent(module.config, name)
         self.name = name
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -458,7 +464,9 @@ def load_causal(reference: str, *, dtype: Dtype = "auto", device: str = "auto") 
     place = _choose_device(device)
     precision = _choose_dtype(dtype, place)
     checkpoint = find_checkpoint(reference, precision)
-    refuse_unsupported(load_config(checkpoint), reference)
+    config = load_config(checkpoint)
+    refuse_unsupported(config, reference)
+    refuse_recurrent(config, reference)
     module = load_weights(checkpoint, precision)
     tokenizer = load_tokenizer(checkpoint)
     return CausalModel(

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -25,14 +26,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from outrider.errors import ModelNotFound, OutriderError, UnsupportedModel, UsageError
 from outrider.models.cache import fingerprint, kept_folder
 from outrider.text import Message
+
+if TYPE_CHECKING:  # importing the model classes takes seconds
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "DEFAULT_HUB_ID",

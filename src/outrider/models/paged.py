@@ -24,7 +24,7 @@ from outrider.models import CachedSequence, Dtype, Feed, Prompt
 from outrider.models.architecture import context_length, refuse_unsupported
 from outrider.models.blocks import BlockPool, BlockTable
 from outrider.models.checkpoints import find_checkpoint, load_config, load_tokenizer, to_stderr
-from outrider.models.conversion import Graph, kept_graph, paged
+from outrider.models.graph import Graph, kept_graph, paged
 from outrider.models.openvino import ov, release_pages
 from outrider.models.probe import plain_logits, probe, probe_ids
 from outrider.text import Tokenizer
