@@ -18,6 +18,8 @@ import pytest
 from rich.console import Console
 
 from outrider import cli
+from outrider.cli import terminal
+from outrider.cli.generate import generate as generate_command
 from outrider.decoding import Engine
 from outrider.errors import NumericalError
 from outrider.measure import comparison
@@ -49,11 +51,11 @@ class Run(Protocol):
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`outrider ARGUMENTS` in this process, with the console of a pipe."""
-    for name, to_stderr in (("_out", False), ("_err", True)):
+    for name, to_stderr in (("out", False), ("err", True)):
         console = Console(
             highlight=False, markup=False, soft_wrap=True, stderr=to_stderr, color_system=None
         )
-        monkeypatch.setattr(cli, name, console)
+        monkeypatch.setattr(terminal, name, console)
 
     def call(*arguments: str, stdin: bytes | None = None) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
@@ -337,7 +339,7 @@ def usual() -> Json:
 
 
 def test_every_parameter_of_generate_is_tried_here() -> None:
-    assert set(inspect.signature(cli.generate).parameters) == set(FLAGS) | ELSEWHERE
+    assert set(inspect.signature(generate_command).parameters) == set(FLAGS) | ELSEWHERE
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "randomness", "theory", "text"},
     {"sampling", "verification"},
     {"models"},
-    {"drafters", "draft_length"},
+    {"costs", "drafters", "draft_length"},
     {"requests", "decoding"},
     {"pair"},
     {"measure", "audit", "training"},

@@ -26,6 +26,7 @@ from outrider.requests import (
     Request,
     Result,
     Round,
+    RoundTimes,
     Statistics,
     TokenLogprob,
 )
@@ -170,11 +171,14 @@ class Engine:
             is still being read. None when there is no work.
         """
         self._admit()
+        begun = time.perf_counter()
         reading, batch = self._share_out(list(self._active.values()))
         noise = [item.noise.at(len(item.history)) for item in batch]
         drafts = self._propose(batch, noise)
+        drafted = time.perf_counter()
         proposed = dict(zip(batch, drafts, strict=True))
         logits, events = self._score(proposed, reading)
+        scored = time.perf_counter()
         standing = []
         first = 0
         with single_threaded():
@@ -184,7 +188,10 @@ class Engine:
                 draft = proposed[item]
                 rows = logits[first : first + len(draft.tokens) + 1]
                 first += len(rows)
-                event, verdict = self._settle(item, draft, rows, dice)
+                times = RoundTimes(
+                    begun - item.started, drafted - begun, scored - drafted, 0.0, len(proposed)
+                )
+                event, verdict = self._settle(item, draft, rows, dice, times)
                 events.append(event)
                 if verdict is not None:
                     standing.append((item.history, verdict))
@@ -376,7 +383,12 @@ class Engine:
             )
 
     def _settle(
-        self, item: _Active, draft: Draft, logits: Tensor, noise: RoundNoise
+        self,
+        item: _Active,
+        draft: Draft,
+        logits: Tensor,
+        noise: RoundNoise,
+        times: RoundTimes,
     ) -> tuple[Event, Verdict | None]:
         """Verify a request's draft and commit what stands; no verdict if the request has ended."""
         try:
@@ -394,7 +406,8 @@ class Engine:
             reason = item.commit(token)
             if reason is not None:
                 break
-        item.trace.append(Round(tuple(draft.tokens), verdict.accepted, tuple(emitted)))
+        times = times._replace(end_s=time.perf_counter() - item.started)
+        item.trace.append(Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times))
         if item.logprobs is not None:
             num_top = item.request.logprobs or 0
             item.logprobs.extend(_logprobs(p, logits, emitted, num_top))

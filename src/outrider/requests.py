@@ -18,6 +18,7 @@ __all__ = [
     "Request",
     "Result",
     "Round",
+    "RoundTimes",
     "Statistics",
     "TokenLogprob",
 ]
@@ -92,7 +93,26 @@ class Request:
             raise UsageError(f"stop strings need a tokenizer, and {target.name} has none")
 
 
-class Round(NamedTuple):
+class RoundTimes(NamedTuple):
+    """When a round was run and what took the time; shared by all requests of the round.
+
+    Attributes:
+        start_s: from the request's start to the round's.
+        draft_s: in the drafter.
+        target_s: in the target's pass; in a request's first round it reads the prompt as well.
+        end_s: from the request's start to the round's end.
+        num_requests: how many were in the same pass.
+    """
+
+    start_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    end_s: float = 0.0
+    num_requests: int = 1
+
+
+@dataclass(frozen=True)
+class Round:
     """One round of one request, for the trace (Leviathan et al. 2023, Figure 1).
 
     Attributes:
@@ -100,11 +120,13 @@ class Round(NamedTuple):
         accepted: how many of them the rule kept.
         emitted: what was added to the output: the accepted tokens and the target's own, cut short
             where the output ended.
+        times: of this run; two rounds that did the same are equal whatever they took.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     emitted: tuple[int, ...]
+    times: RoundTimes = field(default=RoundTimes(), compare=False)
 
 
 class TokenLogprob(NamedTuple):

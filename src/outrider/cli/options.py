@@ -1,0 +1,105 @@
+"""What several commands take: their options, the settings made of them, the pair they name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli import terminal
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.pair import Pair, Settings
+
+
+TargetOption = Annotated[
+    str,
+    typer.Option(help="To speed up: default, a folder, a .gguf file, a hub id or toy:NAME."),
+]
+DrafterOption = Annotated[
+    str, typer.Option(help="What proposes: lookup, ngram:FILE, none, or a model as for --target.")
+]
+GammaOption = Annotated[int, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")]
+RuleOption = Annotated[str, typer.Option(help="Verification rule: block, rejection or coupled.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")]
+TopPOption = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")]
+TypicalPOption = Annotated[float, typer.Option(help="Locally typical sampling; 1 is off.")]
+RepetitionOption = Annotated[float, typer.Option(help="Penalty for tokens seen; 1 is off.")]
+PresenceOption = Annotated[float, typer.Option(help="Penalty for tokens in the output.")]
+FrequencyOption = Annotated[float, typer.Option(help="Penalty per occurrence in the output.")]
+BiasOption = Annotated[
+    list[str] | None, typer.Option(metavar="ID=BIAS", help="Add to a token's logit; repeatable.")
+]
+MaxNewOption = Annotated[int, typer.Option(help="Most tokens to emit.")]
+MinNewOption = Annotated[int, typer.Option(help="No end before this many tokens.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes a sampled text repeatable.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.")]
+SystemOption = Annotated[str | None, typer.Option(help="System message.")]
+EngineOption = Annotated[str, typer.Option(help="auto, openvino or torch.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or int8 (openvino).")]
+DrafterDtypeOption = Annotated[
+    str | None, typer.Option(help="As --dtype, for a drafting model; default: the same.")
+]
+KvMemoryOption = Annotated[
+    float | None, typer.Option(metavar="GIB", help="Memory for keys and values (openvino).")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
+
+
+def check_early(settings: Settings) -> None:
+    """Refuse what can be refused without reading a model, which takes seconds."""
+    from outrider.pair import check_settings
+
+    check_settings(settings)
+
+
+def load_pair(
+    target: str,
+    drafter: str,
+    engine: str,
+    dtype: str,
+    device: str,
+    kv_memory: float | None = None,
+    drafter_dtype: str | None = None,
+) -> Pair:
+    from outrider.models import check_choices
+    from outrider.pair import load
+
+    check_choices(engine, dtype, device)
+    if drafter_dtype is not None:
+        check_choices(dtype=drafter_dtype)
+        if drafter in ("none", "lookup") or drafter.startswith("ngram:"):
+            raise UsageError(f"--drafter-dtype is for a drafting model, and {drafter} is none")
+    if kv_memory is not None and not 0 < kv_memory < 1e6:
+        raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
+    pair = load(
+        target,
+        drafter,
+        engine=engine,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+        device=device,
+        kv_memory=None if kv_memory is None else int(kv_memory * 2**30),
+        drafter_dtype=drafter_dtype,  # type: ignore[arg-type]
+    )
+    for notice in getattr(pair.target, "notices", ()):
+        terminal.err.print(f"note: {notice}", style="dim")
+    return pair
+
+
+def parse_bias(items: Sequence[str]) -> dict[int, float]:
+    biases = {}
+    for item in items:
+        token, separator, bias = item.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise UsageError(
+                f"logit_bias must be ID=BIAS, for example 42=-100, not {item!r}"
+            ) from error
+        assert separator
+    return biases

@@ -1,0 +1,65 @@
+"""Where the command line prints, and how it reads what a user points it to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.errors import UsageError
+
+__all__ = ["err", "number", "one_line", "out", "read_file", "read_prompt", "utf8"]
+
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
+
+
+def one_line(error: BaseException) -> str:
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return " ".join(message.split())
+
+
+def read_prompt(argument: str) -> str:
+    if argument == "-":
+        if sys.stdin is None:
+            raise UsageError("there is no stdin to read the prompt from; pass text or @FILE")
+        data = sys.stdin.buffer.read()
+        return _decoded(data, "stdin")
+    if argument.startswith("@@"):
+        argument = argument[1:]
+    elif argument.startswith("@"):
+        return read_file(Path(argument[1:]))
+    return utf8(argument, "the prompt")
+
+
+def utf8(text: str, what: str) -> str:
+    """`text`, unless it carries bytes that are not UTF-8 (kept by Python as lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not valid UTF-8; check the terminal's encoding") from error
+    return text
+
+
+def read_file(path: Path) -> str:
+    try:
+        data = path.expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {str(path)!r}: {reason}") from error
+    return _decoded(data, repr(str(path)))
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{source} is not valid UTF-8: byte {data[error.start]:#04x} at offset {error.start}; "
+            "convert it first"
+        ) from error
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

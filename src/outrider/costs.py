@@ -1,0 +1,133 @@
+"""What passes cost on this machine: the verify-cost curve, a drafter step, and their ratio.
+
+Leviathan et al. 2023 describe cost by one number, c (Definition 3.7), and take a target pass over
+gamma + 1 positions to cost what one over 1 position costs. `Costs` keeps c and the measured curve.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from outrider.errors import UsageError
+from outrider.models import CachedSequence, Feed, Model, Prompt
+
+__all__ = ["Costs", "measure_costs", "time_pass"]
+
+CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
+_CONTEXT = 64
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of passes.
+
+    Attributes:
+        positions: numbers of positions that were measured, rising, the first of them 1.
+        target_ms: a target pass over that many positions.
+        drafter_ms: one drafter step; for a drafter without a model, what a draft takes.
+        context: tokens cached before those positions.
+    """
+
+    positions: tuple[int, ...] = (1, 33)
+    target_ms: tuple[float, ...] = (1.0, 1.0)
+    drafter_ms: float = 0.0
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no curve; UsageError."""
+        rising = all(a < b for a, b in zip(self.positions, self.positions[1:], strict=False))
+        if not self.positions or self.positions[0] != 1 or not rising:
+            raise UsageError(f"positions must rise from 1, not {self.positions!r}")
+        if len(self.target_ms) != len(self.positions) or min(self.target_ms) <= 0.0:
+            raise UsageError("target_ms must hold a time above 0 for each of the positions")
+        if self.drafter_ms < 0.0:
+            raise UsageError(f"drafter_ms must be 0 or more, not {self.drafter_ms!r}")
+
+    def target(self, num_positions: float) -> float:
+        """Milliseconds of a target pass over that many positions, between measured ones linear.
+
+        Beyond the last measured number the curve goes on as its last piece rises.
+        """
+        if len(self.positions) == 1:
+            return self.target_ms[0]
+        right = min(max(bisect_left(self.positions, num_positions), 1), len(self.positions) - 1)
+        (x0, x1), (y0, y1) = (
+            values[right - 1 : right + 1] for values in (self.positions, self.target_ms)
+        )
+        return y0 + (y1 - y0) * (num_positions - x0) / (x1 - x0)
+
+    def verify_cost(self, num_positions: float) -> float:
+        """v(n): time of a target pass over n positions over the time of one over 1 position."""
+        return self.target(num_positions) / self.target_ms[0]
+
+    @property
+    def c(self) -> float:
+        """Time of a drafter step over time of a target step (Definition 3.7)."""
+        return self.drafter_ms / self.target_ms[0]
+
+    def as_dict(self) -> dict[str, object]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def measure_costs(
+    target: Model,
+    drafter: Model | None,
+    *,
+    positions: Sequence[int] = CALIBRATION_POSITIONS,
+    context: int = _CONTEXT,
+    repeats: int = 5,
+) -> Costs:
+    """Time passes by turns and take medians.
+
+    Args:
+        target: the model whose passes are verified with.
+        drafter: a drafting model; None for a drafter without one, whose steps count as free.
+        positions: numbers of positions to measure; the curve begins at 1.
+        context: tokens cached before them.
+        repeats: turns; the first, which may warm something up, is not counted.
+    """
+    room = target.context_length - context
+    kept = [n for n in positions if n <= room] or [1]
+    times: dict[int, list[float]] = {n: [] for n in kept}
+    steps: list[float] = []
+    for turn in range(repeats + 1):
+        for n in kept:
+            taken = time_pass(target, n, context=context)
+            if turn:
+                times[n].append(taken)
+        if drafter is not None:
+            taken = time_pass(drafter, 1, context=min(context, drafter.context_length - 1))
+            if turn:
+                steps.append(taken)
+    # A pass over more positions does more: where a measured curve falls, that is noise.
+    curve: list[float] = []
+    for n in kept:
+        curve.append(max([statistics.median(times[n]), *curve[-1:]]))
+    drafter_ms = statistics.median(steps) if steps else 0.0
+    return Costs(tuple(kept), tuple(curve), drafter_ms, context)
+
+
+def time_pass(model: Model, num_positions: int, *, context: int, num_sequences: int = 1) -> float:
+    """Milliseconds of one pass over `num_positions` of each sequence, behind `context` tokens."""
+    ids = [(17 + 37 * i) % model.vocab_size for i in range(context + num_positions)]
+    tables: list[CachedSequence] = []
+    try:
+        for k in range(num_sequences):
+            begun = [(token + k) % model.vocab_size for token in ids]
+            table = model.start(Prompt(begun))
+            tables.append(table)
+            if table.length < context:
+                model.score([Feed(table, begun[table.length : context], 1)])
+            table.rollback(context)
+        feeds = [Feed(table, ids[context:], num_positions) for table in tables]
+        started = time.perf_counter()
+        model.score(feeds)
+        return 1e3 * (time.perf_counter() - started)
+    finally:
+        for table in tables:
+            table.close()
