@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import json
@@ -17,7 +18,7 @@ from typing import NamedTuple, Protocol
 import pytest
 from rich.console import Console
 
-from outrider import cli
+from outrider import cli, pair
 from outrider.cli import terminal
 from outrider.cli.generate import generate as generate_command
 from outrider.decoding import Engine
@@ -244,7 +245,10 @@ FLAGS: dict[str, list[tuple[tuple[str, ...], Callable[[Json, Json], bool]]]] = {
             ("--gamma", "2", "--trace"),
             lambda a, b: max(len(r["drafted"]) for r in b["trace"]) == 2,
         ),
-        (("--trace",), lambda a, b: max(len(r["drafted"]) for r in b["trace"]) == 5),
+        (
+            ("--trace",),  # as many as pay off: not the same number in every round
+            lambda a, b: len({len(r["drafted"]) for r in b["trace"][:-5]}) > 1,
+        ),
         (("--gamma", "0"), lambda a, b: b["stats"]["target_passes"] == 60),
         (("--gamma", "9"), greedy_again),
     ],
@@ -447,7 +451,17 @@ def test_a_drafter_of_another_dtype_changes_the_drafts_and_not_the_text(
     run: Run, folder: str
 ) -> None:
     pytest.importorskip("nncf", reason="int8 needs nncf")
-    arguments = ("--target", folder, "--drafter", folder, "--max-new-tokens", "60", "--json")
+    arguments = (
+        "--target",
+        folder,
+        "--drafter",
+        folder,
+        "--max-new-tokens",
+        "60",
+        "--json",
+        "--gamma",
+        "5",
+    )
     same = run("generate", "hello", *arguments).facts
     other = run("generate", "hello", *arguments, "--drafter-dtype", "int8").facts
     assert same["token_ids"] == other["token_ids"]
@@ -486,7 +500,9 @@ def test_a_trace_without_colour_marks_rejections_and_corrections_with_brackets(r
 
 def test_a_trace_without_colour_shows_the_text_of_each_fate(run: Run) -> None:
     biased = ("--logit-bias", "65=1000")
-    outcome = run("generate", PROMPT, *TOYS, *biased, "--max-new-tokens", "9", "--trace")
+    outcome = run(
+        "generate", PROMPT, *TOYS, *biased, "--gamma", "5", "--max-new-tokens", "9", "--trace"
+    )
     assert outcome.out.splitlines()[1:] == ["1 AAAAA[+A+]", "2 AA[+A+]"]
 
 
@@ -496,7 +512,7 @@ def test_a_trace_in_colour_has_green_red_and_blue_and_no_brackets(
     coloured = Console(
         highlight=False, markup=False, soft_wrap=True, force_terminal=True, color_system="standard"
     )
-    monkeypatch.setattr(cli, "_out", coloured)
+    monkeypatch.setattr(terminal, "out", coloured)
     out = run("generate", PROMPT, *TOYS, *SEED, "--max-new-tokens", "40", "--trace").out
     for colour in ("32", "9;31", "34"):  # green, struck-out red, blue; all of them may be dim
         assert re.search(rf"\x1b\[[\d;]*{colour}m", out)
@@ -1194,7 +1210,8 @@ def test_help_of_a_command_lists_its_options(
     monkeypatch.setenv("COLUMNS", "200")
     outcome = run(command, "--help")
     assert outcome.code == 0
-    names = set(inspect.signature(getattr(cli, command)).parameters)
+    function = getattr(importlib.import_module(f"outrider.cli.{command}"), command)
+    names = set(inspect.signature(function).parameters)
     for name in names - {"prompt", "output", "as_json", "stream"}:
         assert f"--{name.replace('_', '-')}" in outcome.out
 
@@ -1244,7 +1261,7 @@ def test_a_wrong_setting_is_refused_before_a_model_is_read(
     def too_late(*_: str) -> None:
         raise AssertionError("the model was read")
 
-    monkeypatch.setattr(cli, "_load", too_late)
+    monkeypatch.setattr(pair, "load", too_late)
     assert_refused(run(*arguments, "--temperature", "-1"), "temperature")
 
 

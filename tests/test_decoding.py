@@ -464,7 +464,7 @@ def test_the_defaults_are_what_the_documentation_says() -> None:
     request = Request(PROMPT)
     assert request.policy == SamplingPolicy()
     assert request.policy.is_greedy
-    assert (request.gamma, request.rule, request.max_new_tokens) == (5, "block", 256)
+    assert (request.gamma, request.rule, request.max_new_tokens) == (None, "block", 256)
     assert (request.seed, request.stop, request.logprobs) == (None, (), None)
     assert (request.ignore_eos, request.stop_ids) == (False, frozenset())
     with pytest.raises(UsageError, match="max_batch"):

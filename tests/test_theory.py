@@ -643,3 +643,163 @@ def test_importing_theory_loads_nothing_outside_the_standard_library() -> None:
         [sys.executable, "-c", script], cwd=source, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "['outrider']"
+
+
+# From measured survival and verify cost
+
+flat = {1: 1.0}
+curves = st.lists(st.floats(0.0, 0.5), min_size=1, max_size=6).map(
+    lambda steps: {n: 1.0 + sum(steps[: n - 1]) for n in range(1, len(steps) + 2)}
+)
+
+
+@unhurried
+@given(alphas, gammas, ratios)
+def test_walltime_factor_with_flat_cost_and_iid_survival_is_theorem_3_8(
+    alpha: float, gamma: int, c: float
+) -> None:
+    survival = theory.geometric_survival(alpha, gamma)
+    factor = theory.walltime_factor(survival, gamma, c, flat)
+    assert close(factor, theory.walltime_improvement(alpha, gamma, c))
+
+
+def test_walltime_factor_is_tokens_over_the_cost_of_a_round() -> None:
+    factor = theory.walltime_factor([0.8, 0.7, 0.1], 2, 0.1, {1: 1.0, 3: 1.3})
+    assert close(factor, (1 + 0.8 + 0.7) / (1.3 + 2 * 0.1))
+
+
+def test_geometric_survival_is_the_powers_of_alpha() -> None:
+    assert theory.geometric_survival(0.5, 3) == [0.5, 0.25, 0.125]
+    assert theory.geometric_survival(0.5, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "cost"), [(1, 1.0), (2, 1.1), (3, 1.2), (5, 1.4), (7, 2.0), (11, 3.2)]
+)
+def test_verify_cost_is_linear_between_measured_numbers_and_beyond_them(
+    num_positions: int, cost: float
+) -> None:
+    curve = {7: 2.0, 1: 1.0, 3: 1.2, 5: 1.4}
+    assert close(theory.verify_cost_at(curve, num_positions), cost)
+
+
+def test_a_verify_cost_known_at_one_position_stands_for_all() -> None:
+    assert theory.verify_cost_at({1: 1.5}, 33) == 1.5
+
+
+def test_a_verify_cost_may_be_a_function() -> None:
+    def cost(num_positions: int) -> float:
+        return 1.0 + 0.1 * (num_positions - 1)
+
+    assert close(theory.verify_cost_at(cost, 4), 1.3)
+    assert close(theory.walltime_factor([0.5], 1, 0.0, cost), 1.5 / 1.1)
+
+
+@unhurried
+@given(st.floats(0.0, 0.99), st.floats(0.01, 2.0))
+def test_the_best_measured_gamma_is_the_papers_where_its_assumptions_hold(
+    alpha: float, c: float
+) -> None:
+    best = theory.best_gamma(alpha, c, max_gamma=20)
+    survival = theory.geometric_survival(alpha, 20)
+    found = theory.best_gamma_measured(survival, c, flat, max_gamma=20)
+    # Two lengths may differ by less than a rounding error; the formula decides those exactly.
+    factors = [theory.walltime_improvement(alpha, gamma, c) for gamma in (best, found)]
+    assert close(*factors)
+
+
+@unhurried
+@given(st.floats(0.0, 1.0), curves, st.floats(0.0, 1.0))
+def test_no_length_beats_the_best_measured_gamma_and_none_the_oracle(
+    alpha: float, curve: dict[int, float], c: float
+) -> None:
+    survival = theory.geometric_survival(alpha, 8)
+    factors = [theory.walltime_factor(survival, gamma, c, curve) for gamma in range(9)]
+    best = theory.best_gamma_measured(survival, c, curve, max_gamma=8)
+    assert factors[best] == max(factors)
+    oracle = theory.oracle_factor(survival, c, curve, max_gamma=8)
+    assert oracle >= max(factors) * (1.0 - 1e-12)
+
+
+def test_a_longer_draft_can_help_again_after_a_dearer_step() -> None:
+    """A pass over 5 costs as much as one over 3: four drafts pay where two do not."""
+    curve = {1: 1.0, 2: 1.1, 3: 1.9, 5: 1.9}
+    survival = [0.9, 0.85, 0.8, 0.8]
+    factors = [theory.walltime_factor(survival, gamma, 0.0, curve) for gamma in range(5)]
+    assert factors[2] < factors[1] < factors[4]
+    assert theory.best_gamma_measured(survival, 0.0, curve, max_gamma=4) == 4
+
+
+@unhurried
+@given(st.floats(0.0, 0.99), st.floats(0.0, 2.0))
+def test_the_oracle_without_limit_is_the_limit_of_the_measured_one(alpha: float, c: float) -> None:
+    survival = theory.geometric_survival(alpha, 3000)
+    measured = theory.oracle_factor(survival, c, lambda n: 1.0, max_gamma=3000)
+    assert math.isclose(theory.oracle_improvement(alpha, c), measured, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "gain"), [(0.95, 0.05, "1.55"), (0.9, 0.1, "1.53"), (0.999, 0.00139, "1.58")]
+)
+def test_the_oracles_improvement_is_that_of_section_3_5(alpha: float, c: float, gain: str) -> None:
+    best = theory.walltime_improvement(alpha, theory.best_gamma(alpha, c), c)
+    assert printed(theory.oracle_improvement(alpha, c) / best, 2) == gain
+
+
+def test_an_oracle_with_a_free_and_perfect_drafter_has_no_limit() -> None:
+    assert theory.oracle_improvement(1.0, 0.0) == math.inf
+    assert theory.oracle_improvement(1.0, 3.0) == 1.0
+
+
+@unhurried
+@given(st.floats(0.0, 0.99))
+def test_speculation_pays_above_c_where_passes_cost_the_same(c: float) -> None:
+    found = theory.break_even_alpha(c, flat, max_gamma=10)
+    assert found is not None
+    assert math.isclose(found, c, abs_tol=1e-9)
+
+
+@unhurried
+@given(curves, st.floats(0.0, 1.0), st.integers(1, 8))
+def test_the_factor_passes_one_at_the_break_even_alpha(
+    curve: dict[int, float], c: float, gamma: int
+) -> None:
+    found = theory.break_even_alpha(c, curve, max_gamma=gamma)
+
+    def best_factor(alpha: float) -> float:
+        survival = theory.geometric_survival(alpha, gamma)
+        return max(theory.walltime_factor(survival, n, c, curve) for n in range(1, gamma + 1))
+
+    if found is None:
+        assert best_factor(1.0) <= 1.0 + 1e-9
+    else:
+        assert best_factor(max(0.0, found - 1e-6)) <= 1.0 + 1e-9
+        assert best_factor(min(1.0, found + 1e-6)) >= 1.0 - 1e-9
+
+
+def test_the_break_even_of_one_length_is_its_own() -> None:
+    found = theory.break_even_alpha(0.1, flat, min_gamma=2, max_gamma=2)
+    assert found is not None
+    assert close(found + found**2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.walltime_factor([0.5], 2, 0.1, flat), "must reach to gamma = 2"),
+        (lambda: theory.walltime_factor([1.5], 1, 0.1, flat), "got 1.5 for 1 tokens"),
+        (lambda: theory.walltime_factor([0.5], 1, -0.1, flat), "c must be a finite number"),
+        (lambda: theory.walltime_factor([0.5], 1, 0.1, {2: 1.0}), "known at 1 position"),
+        (lambda: theory.walltime_factor([0.5], 1, 0.1, {}), "known at 1 position"),
+        (lambda: theory.walltime_factor([0.5], 1, 0.1, {1: 0.0}), "above 0"),
+        (lambda: theory.geometric_survival(1.5, 3), "alpha must be in"),
+        (lambda: theory.best_gamma_measured([0.5], 0.1, flat, max_gamma=2), "reach to gamma = 2"),
+        (lambda: theory.break_even_alpha(0.1, flat, max_gamma=0), "max_gamma must be a whole"),
+        (lambda: theory.oracle_factor([0.5], 0.1, flat, max_gamma=2), "reach to gamma = 2"),
+    ],
+)
+def test_measured_quantities_out_of_range_are_refused(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()

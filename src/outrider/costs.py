@@ -6,19 +6,27 @@ gamma + 1 positions to cost what one over 1 position costs. `Costs` keeps c and 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import platform
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.models.cache import cache_folder
 
-__all__ = ["Costs", "measure_costs", "time_pass"]
+__all__ = ["Costs", "kept_costs", "measure_costs", "time_pass"]
 
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
+_FORMAT = "costs 1"
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,41 @@ class Costs:
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
         return asdict(self)
+
+
+def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], None]) -> Costs:
+    """The costs of these models on this machine, measured now if they are not kept yet.
+
+    They are measured once and kept, not again at every start: draft lengths depend on them, and the
+    same seed shall give the same text tomorrow.
+
+    Args:
+        target: the model whose passes are verified with.
+        drafter: a drafting model, if there is one.
+        notify: told, in one line, that passes are timed.
+    """
+    models = [target] if drafter is None else [target, drafter]
+    facts = [(model.name, model.engine, model.dtype, model.vocab_size) for model in models]
+    key = repr((_FORMAT, facts, platform.machine(), os.cpu_count()))
+    name = Path(target.name).name
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    file = cache_folder() / "costs" / f"{name}-{digest}" / "costs.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UsageError):
+        kept = json.loads(file.read_text())
+        return Costs(
+            tuple(kept["positions"]),
+            tuple(kept["target_ms"]),
+            drafter_ms=kept["drafter_ms"],
+            context=kept["context"],
+        )
+    notify(f"timing passes of {name} once, for the draft length")
+    costs = measure_costs(target, drafter)
+    with contextlib.suppress(OSError):  # nothing depends on its being kept
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(costs.as_dict()))
+        unfinished.replace(file)
+    return costs
 
 
 def measure_costs(

@@ -16,6 +16,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from outrider.costs import Costs
+from outrider.draft_length import draft_length
 from outrider.drafters import Drafter
 from outrider.errors import CacheFull, GenerationError, OutriderError, UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
@@ -43,7 +45,9 @@ _WORTH_WAITING = 32
 class _Active:
     """A request on its way: its history, its cached sequence, and what it has so far."""
 
-    def __init__(self, request_id: int, request: Request, target: Model, drafter: str) -> None:
+    def __init__(
+        self, request_id: int, request: Request, target: Model, drafter: str, costs: Costs
+    ) -> None:
         self.id = request_id
         self.request = request
         self.eos_ids = frozenset() if request.ignore_eos else target.eos_ids
@@ -52,6 +56,7 @@ class _Active:
         self.seed = fresh_seed() if request.seed is None else request.seed
         self.noise = Noise(self.seed, coupled=request.rule == "coupled")
         self.rule = rule(request.rule)
+        self.length = draft_length(request.gamma, costs)
         self.text = TextBuilder(target.tokenizer, request.stop)
         self.stats = Statistics(
             engine=target.engine, dtype=target.dtype, rule=request.rule, drafter=drafter
@@ -69,7 +74,16 @@ class _Active:
     @property
     def draft_limit(self) -> int:
         """A round emits up to gamma + 1 tokens, and no more than there is room for."""
-        return max(0, min(self.request.gamma, self.room - self.num_emitted - 1))
+        return max(0, min(self.length.limit, self.room - self.num_emitted - 1))
+
+    @property
+    def is_free_of_lengths(self) -> bool:
+        """Whether the text is the same whatever is drafted.
+
+        A sampled text under the other rules is another draw from the same law when rounds begin
+        elsewhere; so its draft lengths must not depend on the neighbours in the batch.
+        """
+        return self.request.policy.is_greedy or self.request.rule == "coupled"
 
     def feed(self, draft: Draft) -> Feed:
         """Whatever the target has not cached yet, and the draft; logits for each of its places."""
@@ -120,6 +134,8 @@ class Engine:
         max_batch: most requests in one round; further ones wait.
         prefill_chunk: most prompt tokens read in one round, so that a long prompt does not hold up
             the other requests.
+        costs: of these models' passes on this machine, for adaptive draft lengths; without them a
+            drafter that is no model counts as free, and a model's step as a tenth of the target's.
     """
 
     def __init__(
@@ -129,6 +145,7 @@ class Engine:
         *,
         max_batch: int = 32,
         prefill_chunk: int = 256,
+        costs: Costs | None = None,
     ) -> None:
         if max_batch < 1:
             raise UsageError(f"max_batch must be 1 or more, not {max_batch!r}")
@@ -136,6 +153,7 @@ class Engine:
             raise UsageError(f"prefill_chunk must be 1 or more, not {prefill_chunk!r}")
         self.target = target
         self.drafter = drafter
+        self.costs = costs or _usual_costs(drafter)
         self._max_batch = max_batch
         self._prefill_chunk = prefill_chunk
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -273,7 +291,9 @@ class Engine:
             if self._is_being_read(request.prompt):
                 delayed.append((request_id, request))
             else:
-                self._active[request_id] = _Active(request_id, request, self.target, drafter)
+                self._active[request_id] = _Active(
+                    request_id, request, self.target, drafter, self.costs
+                )
         self._waiting.extendleft(reversed(delayed))
 
     def _is_being_read(self, prompt: Sequence[int]) -> bool:
@@ -362,6 +382,10 @@ class Engine:
             [batch[i].draft_limit for i in drafting],
             [batch[i].request.policy for i in drafting],
             [noise[i] for i in drafting],
+            [
+                batch[i].length.begin(len(batch) if batch[i].is_free_of_lengths else 1)
+                for i in drafting
+            ],
         )
         for i, draft in zip(drafting, proposed, strict=True):
             self._check_draft(draft, batch[i].draft_limit)
@@ -399,6 +423,7 @@ class Engine:
 
         runs_model = self.drafter is not None and self.drafter.runs_model
         item.stats.count(len(draft.tokens), verdict.accepted, runs_model=runs_model)
+        item.length.observe(len(draft.tokens), verdict.accepted)
         emitted: list[int] = []
         reason: FinishReason | None = None
         for token in (*draft.tokens[: verdict.accepted], verdict.token):
@@ -429,6 +454,12 @@ class Engine:
         self._has_room = True
         self._close(item)
         return item.result(reason, error)
+
+
+def _usual_costs(drafter: Drafter | None) -> Costs:
+    """What is assumed where nothing was measured: passes bound by memory up to a few positions."""
+    runs_model = drafter is not None and drafter.runs_model
+    return Costs((1, 33), (1.0, 3.0), drafter_ms=0.1 if runs_model else 0.0)
 
 
 def _shortened(draft: Draft, length: int) -> Draft:

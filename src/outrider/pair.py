@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypedDict, Unpack, cast, overload
 
+from outrider.costs import Costs, kept_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter, make_drafter
 from outrider.drafters.model import ModelDrafter
@@ -45,7 +46,7 @@ class Settings(TypedDict, total=False):
     min_new_tokens: int
     processors: tuple[LogitsProcessor, ...]
     max_new_tokens: int
-    gamma: int
+    gamma: int | None
     rule: str
     seed: int | None
     stop: tuple[str, ...]
@@ -67,14 +68,27 @@ class Pair:
         target: the model whose law is kept.
         drafter: what proposes; None for plain decoding.
         max_batch: most requests decoded side by side.
+        costs: of their passes, for adaptive draft lengths; see `Engine`.
     """
 
     def __init__(
-        self, target: Model, drafter: Drafter | None = None, *, max_batch: int = 32
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        *,
+        max_batch: int = 32,
+        costs: Costs | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.max_batch = max_batch
+        self.costs = costs
+
+    def engine(self, *, max_batch: int | None = None) -> Engine:
+        """A fresh engine over these models."""
+        return Engine(
+            self.target, self.drafter, max_batch=max_batch or self.max_batch, costs=self.costs
+        )
 
     def request(self, prompt: PromptLike, **settings: Unpack[Settings]) -> Request:
         """The request that a prompt and settings make, for use with `decoding.Engine`.
@@ -107,7 +121,7 @@ class Pair:
         is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
         prompts = cast("list[PromptLike]", prompt if is_batch else [prompt])
         requests = [self.request(item, **settings) for item in prompts]
-        results = Engine(self.target, self.drafter, max_batch=self.max_batch).generate(requests)
+        results = self.engine().generate(requests)
         return results if is_batch else results[0]
 
     def stream(self, prompt: PromptLike, **settings: Unpack[Settings]) -> Iterator[Event]:
@@ -117,7 +131,7 @@ class Pair:
         everything the request holds.
         """
         request = self.request(prompt, **settings)
-        return Engine(self.target, self.drafter).stream(request)
+        return self.engine().stream(request)
 
     def forget(self) -> None:
         """Start cold: give up what ended requests have left in the models' caches."""
@@ -183,7 +197,13 @@ def load(
     proposer = make_drafter(
         drafter, model, engine=engine, dtype=drafter_dtype or dtype, device=device
     )
-    return Pair(model, proposer, max_batch=max_batch)
+    costs = None
+    if proposer is not None and model.engine != "toy":
+        from outrider.models.checkpoints import to_stderr
+
+        drafting = proposer.model if isinstance(proposer, ModelDrafter) else None
+        costs = kept_costs(model, drafting, notify=to_stderr)
+    return Pair(model, proposer, max_batch=max_batch, costs=costs)
 
 
 def check_settings(settings: Settings) -> Request:

@@ -34,7 +34,8 @@ class Request:
         prompt: token ids, at least one.
         policy: how tokens are sampled.
         max_new_tokens: most tokens to emit; the context's end limits it too.
-        gamma: most tokens drafted in a round; 0 turns speculation off.
+        gamma: tokens drafted in a round, as far as they fit; None drafts as many as are worth their
+            time (`draft_length.Adaptive`); 0 turns speculation off.
         rule: "block", "rejection" or "coupled".
         seed: 0 to 2**64 - 1; None takes a fresh one, reported in the result.
         stop: strings that end the text; the text ends before them.
@@ -46,7 +47,7 @@ class Request:
     prompt: Sequence[int]
     policy: SamplingPolicy = field(default_factory=SamplingPolicy)
     max_new_tokens: int = 256
-    gamma: int = 5
+    gamma: int | None = None
     rule: str = "block"
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -58,7 +59,8 @@ class Request:
         """Refuse what no target could serve; raises UsageError with what was expected."""
         rule(self.rule)
         _check_count("max_new_tokens", self.max_new_tokens, 1, None)
-        _check_count("gamma", self.gamma, 0, None)
+        if self.gamma is not None:
+            _check_count("gamma", self.gamma, 0, None)
         if self.seed is not None:
             _check_count("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
@@ -86,7 +88,8 @@ class Request:
                 f"the prompt has {len(self.prompt)} tokens; {target.name} has a context of "
                 f"{target.context_length} and needs room for at least one more: shorten the prompt"
             )
-        _check_count("gamma", self.gamma, 0, target.context_length - 1)
+        if self.gamma is not None:
+            _check_count("gamma", self.gamma, 0, target.context_length - 1)
         if self.logprobs is not None:
             _check_count("logprobs", self.logprobs, 0, target.vocab_size)
         if self.stop and target.tokenizer is None:

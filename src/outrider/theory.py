@@ -13,6 +13,11 @@ Everything computed from alpha takes acceptance at each position as independent 
 probability (the paper's iid assumption, Definition 3.1). On real text, easy and hard stretches
 alternate; a single alpha then promises more tokens per round than come, and the best gamma may lie
 on either side of `best_gamma`. Plan with these formulas, and measure before believing them.
+
+What was measured goes into the formulas that take survival (S_i, the probability that the first i
+drafts are all accepted) and the verify cost v(n), the time of a target pass over n positions over
+the time of one over 1 position. `walltime_factor`, `best_gamma_measured` and `oracle_factor` assume
+neither iid acceptance nor a pass that costs the same for every number of positions.
 """
 
 from __future__ import annotations
@@ -20,28 +25,39 @@ from __future__ import annotations
 import decimal
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 
 from outrider.errors import UsageError
 
 __all__ = [
+    "VerifyCost",
     "alpha_from_pairs",
     "best_gamma",
+    "best_gamma_measured",
     "beta",
+    "break_even_alpha",
     "d_lk",
     "expected_accepted_fraction",
     "expected_tokens_per_round",
+    "geometric_survival",
     "guaranteed_improvement",
     "gumbel_match_lower_bound",
     "gumbel_match_probability",
     "memory_reads_factor",
     "operations_factor",
+    "oracle_factor",
+    "oracle_improvement",
     "oracle_tokens_per_round",
     "plain_rejection_keep_rate",
     "some_gamma_improves",
+    "verify_cost_at",
+    "walltime_factor",
     "walltime_improvement",
 ]
+
+VerifyCost = Callable[[int], float] | Mapping[int, float]
+"""v(n): a function of the number of positions, or measured values of it, see `verify_cost_at`."""
 
 SUM_TOLERANCE = 1e-4
 """How far from 1 a row may sum: room for rows computed in float32, not for unnormalised ones."""
@@ -394,7 +410,217 @@ def _longer_helps(alpha: float, gamma: int, c: float) -> bool:
         precision *= 2
 
 
+# From measured survival and verify cost
+
+
+def geometric_survival(alpha: float, gamma: int) -> list[float]:
+    """S_1..S_gamma under iid acceptance: alpha, alpha^2, ..., alpha^gamma.
+
+    Leviathan et al. 2023, Definition 3.1. With it, `walltime_factor` at a verify cost of 1
+    throughout is Theorem 3.8.
+
+    Args:
+        alpha: mean acceptance probability, in [0, 1].
+        gamma: longest draft, at least 0.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    alpha = _checked_alpha(alpha)
+    return [alpha**i for i in range(1, _checked_count("gamma", gamma) + 1)]
+
+
+def verify_cost_at(verify_cost: VerifyCost, num_positions: int) -> float:
+    """v(num_positions), from a function, or linearly between measured values.
+
+    {1: 1.0, 3: 1.2} gives 1.1 at 2. Beyond the last measured number the line goes on as its last
+    piece rises; a single value stands for every number.
+
+    Args:
+        verify_cost: v, or a mapping from numbers of positions, 1 among them, to v.
+        num_positions: at least 1.
+
+    Raises:
+        UsageError: the mapping lacks 1, or the cost there is not a finite number above 0.
+    """
+    num_positions = _checked_count("num_positions", num_positions, least=1)
+    if isinstance(verify_cost, Mapping):
+        value = _interpolated(verify_cost, num_positions)
+    else:
+        value = verify_cost(num_positions)
+    if not 0.0 < value < math.inf:
+        raise UsageError(
+            f"verify cost at {num_positions} positions must be a finite number above 0: "
+            f"got {value!r}; pass times divided by the time of one position"
+        )
+    return float(value)
+
+
+def walltime_factor(
+    survival: Sequence[float], gamma: int, c: float, verify_cost: VerifyCost
+) -> float:
+    """The expected factor by which decoding gets faster, below 1 slower, from measured quantities.
+
+    (1 + S_1 + ... + S_gamma) / (v(gamma + 1) + gamma * c): tokens over target steps, of a round.
+    Leviathan et al. 2023, Theorem 3.8, without its two assumptions. It is the goodput of TurboSpec
+    (arXiv 2406.14066) for one request.
+
+    Args:
+        survival: S_1, S_2, ..., each in [0, 1]; at least gamma of them.
+        gamma: tokens drafted in a round, at least 0; 0 gives 1 / v(1).
+        c: time of a drafter step over time of a target step, at least 0.
+        verify_cost: v, see `verify_cost_at`.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    gamma = _checked_count("gamma", gamma)
+    tokens = 1.0 + math.fsum(_checked_survival(survival, gamma))
+    return tokens / (verify_cost_at(verify_cost, gamma + 1) + gamma * _checked_ratio("c", c))
+
+
+def best_gamma_measured(
+    survival: Sequence[float], c: float, verify_cost: VerifyCost, *, max_gamma: int
+) -> int:
+    """The gamma in 0..max_gamma with the largest `walltime_factor`, the smallest of them on ties.
+
+    Every length is tried: with a measured curve, a longer draft can help again after a shorter one
+    did not.
+
+    Args:
+        survival: S_1, S_2, ..., each in [0, 1]; at least max_gamma of them.
+        c: time of a drafter step over time of a target step, at least 0.
+        verify_cost: v, see `verify_cost_at`.
+        max_gamma: longest draft to consider, at least 0.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    lengths = range(_checked_count("max_gamma", max_gamma) + 1)
+    return max(lengths, key=lambda gamma: walltime_factor(survival, gamma, c, verify_cost))
+
+
+def break_even_alpha(
+    c: float, verify_cost: VerifyCost, *, max_gamma: int, min_gamma: int = 1
+) -> float | None:
+    """The alpha above which some gamma in min_gamma..max_gamma makes decoding faster, in [0, 1].
+
+    Under iid acceptance, so that one number can say it; for v = 1 throughout and min_gamma = 1 it
+    is c (Leviathan et al. 2023, Corollary 3.9). Found by bisection, as the factor grows with alpha.
+
+    Args:
+        c: time of a drafter step over time of a target step, at least 0.
+        verify_cost: v, see `verify_cost_at`.
+        max_gamma: longest draft to consider.
+        min_gamma: shortest; equal to max_gamma for the threshold of that one length.
+
+    Returns:
+        None if not even alpha = 1 is enough.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    least = _checked_count("min_gamma", min_gamma, least=1)
+    lengths = range(least, _checked_count("max_gamma", max_gamma, least=least) + 1)
+    v_1, c = verify_cost_at(verify_cost, 1), _checked_ratio("c", c)
+    # A round of gamma drafts pays if it has more tokens than plain decoding in the same time.
+    wanted = {n: (verify_cost_at(verify_cost, n + 1) + n * c) / v_1 for n in lengths}
+
+    def pays(alpha: float) -> bool:
+        return any(expected_tokens_per_round(alpha, n) > wanted[n] for n in lengths)
+
+    if not pays(1.0):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    # Below that the comparison is one of rounding errors.
+    return low if low > 1e-12 else 0.0
+
+
+def oracle_improvement(alpha: float, c: float) -> float:
+    """The walltime improvement of an oracle that always drafts the right length, from 1 up.
+
+    Leviathan et al. 2023, section 3.5, in our reading: 1 / (1 - alpha) tokens a round, for which
+    alpha / (1 - alpha) drafter steps are paid, so 1 / (1 - alpha + c * alpha); it does not draft
+    where c >= 1. Infinite for alpha = 1 and c = 0.
+
+    Args:
+        alpha: mean acceptance probability, in [0, 1].
+        c: time of a drafter step over time of a target step, at least 0.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    alpha, c = _checked_alpha(alpha), _checked_ratio("c", c)
+    cost = 1.0 - alpha + min(c, 1.0) * alpha
+    return 1.0 / cost if cost > 0.0 else math.inf
+
+
+def oracle_factor(
+    survival: Sequence[float], c: float, verify_cost: VerifyCost, *, max_gamma: int
+) -> float:
+    """`walltime_factor` of an oracle that drafts exactly the tokens that will be accepted.
+
+    With drafts up to L it emits 1 + S_1 + ... + S_L tokens a round and pays
+    v(1) + sum_{i<=L} S_i * (v(i + 1) - v(i) + c). The best L in 0..max_gamma is taken, so that it
+    is at least as fast as every fixed length up to max_gamma.
+
+    Args:
+        survival: S_1, S_2, ..., each in [0, 1], not rising; at least max_gamma of them.
+        c: time of a drafter step over time of a target step, at least 0.
+        verify_cost: v, see `verify_cost_at`.
+        max_gamma: longest draft to consider, at least 0.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+    c = _checked_ratio("c", c)
+    passed = _checked_survival(survival, _checked_count("max_gamma", max_gamma))
+    tokens, cost = 1.0, verify_cost_at(verify_cost, 1)
+    best = tokens / cost
+    for i, s_i in enumerate(passed, start=1):
+        tokens += s_i
+        dearer = verify_cost_at(verify_cost, i + 1) - verify_cost_at(verify_cost, i)
+        cost += s_i * (dearer + c)
+        best = max(best, tokens / cost)
+    return best
+
+
 # Arguments
+
+
+def _interpolated(verify_cost: Mapping[int, float], num_positions: int) -> float:
+    known = sorted(verify_cost)
+    if not known or known[0] != 1:
+        raise UsageError(
+            f"verify cost must be known at 1 position: got values at {known!r}; "
+            "pass a mapping that begins at 1"
+        )
+    if len(known) == 1:
+        return verify_cost[1]
+    right = next((k for k, n in enumerate(known[1:], start=1) if n >= num_positions), -1)
+    right = len(known) - 1 if right < 0 else right
+    x_0, x_1 = known[right - 1], known[right]
+    y_0, y_1 = verify_cost[x_0], verify_cost[x_1]
+    return y_0 + (y_1 - y_0) * (num_positions - x_0) / (x_1 - x_0)
+
+
+def _checked_survival(survival: Sequence[float], gamma: int) -> Sequence[float]:
+    """S_1..S_gamma."""
+    if len(survival) < gamma:
+        raise UsageError(
+            f"survival must reach to gamma = {gamma}: got {len(survival)} values; "
+            "draft less, or measure longer drafts"
+        )
+    for i, s_i in enumerate(survival[:gamma], start=1):
+        if not 0.0 <= s_i <= 1.0:
+            raise UsageError(
+                f"survival must hold probabilities: got {s_i!r} for {i} tokens; "
+                "pass the shares of drafts of which the first i tokens were all accepted"
+            )
+    return survival[:gamma]
 
 
 def _overlap(p: Sequence[float], q: Sequence[float]) -> float:

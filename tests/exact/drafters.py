@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from outrider.draft_length import GoOn
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Verdict
@@ -30,6 +31,7 @@ class TestDrafter:
         gammas: Sequence[int],
         policies: Sequence[SamplingPolicy],
         noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         return [
             self.one(sequence, gamma, policy, dice)
@@ -112,6 +114,36 @@ class DroppingDrafter(LawDrafter):
             tokens.append(token)
             rows.append(row)
         return Draft(tokens, torch.stack(rows) if rows else None)
+
+
+class AskingTooLateDrafter(LawDrafter):
+    """Breaks the contract: asks whether to go on when it has drawn the token, and then drops it."""
+
+    runs_model = True
+
+    def propose(
+        self,
+        sequences: Sequence[History],
+        gammas: Sequence[int],
+        policies: Sequence[SamplingPolicy],
+        noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
+    ) -> list[Draft]:
+        drafts = []
+        for sequence, gamma, dice, more in zip(sequences, gammas, noise, go_on, strict=True):
+            tokens: list[int] = []
+            rows: list[Tensor] = []
+            sure: list[float] = []
+            while len(tokens) < gamma:
+                row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+                token = dice.draft(len(tokens), row)
+                if not more(sure, [float(row[token])]):
+                    break
+                tokens.append(token)
+                rows.append(row)
+                sure.append(float(row[token]))
+            drafts.append(Draft(tokens, torch.stack(rows) if rows else None))
+        return drafts
 
 
 class UnfilteredDrafter(LawDrafter):

@@ -12,6 +12,7 @@ import torch
 from exact.blocks import BlockModel
 from exact.controls import WRONG_RULES
 from exact.drafters import (
+    AskingTooLateDrafter,
     DroppingDrafter,
     HostileDrafter,
     SoftGreedyDrafter,
@@ -29,6 +30,7 @@ from exact.exhaustive import (
     walks,
 )
 from outrider import decoding
+from outrider.costs import Costs
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
@@ -157,16 +159,19 @@ def loop_law(
     drafter: Callable[[], Drafter],
     *,
     num_tokens: int,
-    gamma: int,
+    gamma: int | None,
     size: int,
     key: Callable[[Purpose, int, int], Hashable] = lambda *place: place,
     policy: SamplingPolicy,
     num_blocks: int | None = None,
     num_expected: int | None = None,
+    costs: Costs | None = None,
+    lengths: set[int] | None = None,
 ) -> tuple[Law, Law]:
     """The law of the real loop's output over several rounds, and that of plain decoding.
 
     With `num_blocks` the target's memory ends there, and the output after `num_expected` tokens.
+    `lengths` collects how many tokens were drafted in any round.
     """
     target = hashed_law(size, seed=21, order=2, sharpness=1.2)
     prompt = [0, 1, 0]
@@ -184,10 +189,12 @@ def loop_law(
         model = ToyModel(target, size)
         if num_blocks is not None:
             model = BlockModel(target, size, num_blocks=num_blocks)
-        engine = decoding.Engine(model, drafter())
+        engine = decoding.Engine(model, drafter(), costs=costs)
         engine.add(Request(prompt, policy, max_new_tokens=num_tokens, gamma=gamma, rule=rule))
         results = [event.result for _ in range(9 * engine.has_work) for event in engine.step()]
         [result] = [result for result in results if result is not None]
+        if lengths is not None:
+            lengths.update(len(item.drafted) for item in result.trace)
         return tuple(result.token_ids)
 
     for tokens, walk in walks(run):
@@ -216,6 +223,55 @@ def test_the_loop_keeps_the_law_over_several_rounds(
         policy=SamplingPolicy(temperature=1.0, frequency_penalty=0.3),
     )
     assert total_variation(found, wanted) < EXACT
+
+
+ADAPTIVE_COSTS = {
+    # Every length from none to three comes up under each of them.
+    "model": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.12),
+    "lookup": Costs((1, 2, 4), (1.0, 1.3, 1.9)),
+    "dropping": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.12),
+}
+
+
+def adaptive_law(
+    monkeypatch: pytest.MonkeyPatch, rule: str, kind: str, lengths: set[int]
+) -> tuple[Law, Law]:
+    drafter_law = hashed_law(2, seed=22, sharpness=1.0)
+    drafter = {
+        "model": lambda: ModelDrafter(ToyModel(drafter_law, 2), target_vocab_size=2),
+        "lookup": LookupDrafter,
+        "dropping": lambda: AskingTooLateDrafter(2, drafter_law),
+    }[kind]
+    return loop_law(
+        monkeypatch,
+        rule,
+        drafter,
+        num_tokens=5,
+        gamma=None,
+        size=2,
+        policy=SamplingPolicy(temperature=1.0),
+        costs=ADAPTIVE_COSTS[kind],
+        lengths=lengths,
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["model", "lookup"])
+def test_adaptive_lengths_keep_the_law_over_several_rounds(
+    monkeypatch: pytest.MonkeyPatch, rule: str, kind: str
+) -> None:
+    lengths: set[int] = set()
+    found, wanted = adaptive_law(monkeypatch, rule, kind, lengths)
+    assert total_variation(found, wanted) < EXACT
+    assert len(lengths) >= 3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_deciding_by_the_token_that_would_be_dropped_is_caught(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    found, wanted = adaptive_law(monkeypatch, rule, "dropping", set())
+    assert total_variation(found, wanted) > 1e-3
 
 
 def law_in_a_full_memory(monkeypatch: pytest.MonkeyPatch, rule: str) -> float:

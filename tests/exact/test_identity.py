@@ -9,7 +9,8 @@ import pytest
 
 from exact.controls import WRONG_RULES
 from exact.drafters import HostileDrafter, SoftGreedyDrafter, StoppingDrafter, UniformDrafter
-from outrider import verification
+from outrider import decoding, verification
+from outrider.costs import Costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
@@ -63,9 +64,9 @@ def plain(request: Request):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("gamma", [1, 2, 3, 5, 8, 20, 64])
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5, 8, 20, 64, None])
 @pytest.mark.parametrize("rule", verification.RULES)
-def test_greedy_text_is_that_of_plain_decoding(rule: str, gamma: int, drafter: str) -> None:
+def test_greedy_text_is_that_of_plain_decoding(rule: str, gamma: int | None, drafter: str) -> None:
     for policy in (GREEDY, PENALISED):
         request = Request(PROMPT, policy, max_new_tokens=40, gamma=gamma, rule=rule)
         [result] = Engine(target(), DRAFTERS[drafter]()).generate([request])
@@ -73,8 +74,8 @@ def test_greedy_text_is_that_of_plain_decoding(rule: str, gamma: int, drafter: s
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("gamma", [1, 3, 8, 64])
-def test_coupled_text_is_that_of_plain_decoding(gamma: int, drafter: str) -> None:
+@pytest.mark.parametrize("gamma", [1, 3, 8, 64, None])
+def test_coupled_text_is_that_of_plain_decoding(gamma: int | None, drafter: str) -> None:
     for seed in range(5):
         request = Request(
             PROMPT, SAMPLED, max_new_tokens=40, gamma=gamma, rule="coupled", seed=seed
@@ -89,7 +90,7 @@ def random_request(random: np.random.Generator) -> Request:
         random.integers(1, SIZE, size=random.integers(1, 12)).tolist(),
         policies[random.integers(len(policies))],
         max_new_tokens=int(random.integers(1, 30)),
-        gamma=int(random.integers(0, 9)),
+        gamma=int(random.integers(0, 9)) if random.integers(2) else None,
         rule=str(random.choice(list(verification.RULES))),
         seed=int(random.integers(2**63)),
         ignore_eos=bool(random.integers(2)),
@@ -105,11 +106,46 @@ def test_a_request_does_not_depend_on_its_neighbours(drafter: str) -> None:
     for max_batch in (2, 7, 24):
         engine = Engine(target(), DRAFTERS[drafter](), max_batch=max_batch)
         together = engine.generate(requests)
-        for one, other in zip(alone, together, strict=True):
+        for request, one, other in zip(requests, alone, together, strict=True):
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
-            assert one.trace == other.trace
+            # Where the text does not depend on them, adaptive lengths may depend on the batch.
+            if request.gamma is not None or not (
+                request.policy.is_greedy or request.rule == "coupled"
+            ):
+                assert one.trace == other.trace
             assert one.finish_reason == other.finish_reason
+
+
+def test_lengths_that_depend_on_the_batch_would_change_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why they must not, where another length is another draw."""
+    requests = [Request(PROMPT, SAMPLED, max_new_tokens=40, seed=seed) for seed in range(8)]
+    # A pass that costs more with every position: eight requests draft less than one.
+    steep = Costs((1, 8, 33), (1.0, 1.2, 20.0), drafter_ms=0.05)
+
+    def texts(max_batch: int) -> list[list[int]]:
+        engine = Engine(target(), model_drafter(), max_batch=max_batch, costs=steep)
+        return [result.token_ids for result in engine.generate(requests)]
+
+    assert texts(8) == texts(1)
+    monkeypatch.setattr(decoding._Active, "is_free_of_lengths", True)
+    assert texts(8) != texts(1)
+
+
+def test_in_a_batch_greedy_requests_draft_less_and_their_text_stays() -> None:
+    requests = [Request(PROMPT, max_new_tokens=40, ignore_eos=True)] * 8
+    steep = Costs((1, 8, 33), (1.0, 1.2, 20.0), drafter_ms=0.05)
+
+    def run(max_batch: int) -> tuple[list[list[int]], int]:
+        engine = Engine(target(), model_drafter(), max_batch=max_batch, costs=steep)
+        results = engine.generate(requests)
+        return [r.token_ids for r in results], sum(r.stats.drafted for r in results)
+
+    (alone, drafted_alone), (together, drafted_together) = run(1), run(8)
+    assert alone == together
+    assert drafted_together < 0.8 * drafted_alone
 
 
 def test_requests_may_join_and_leave_between_rounds() -> None:

@@ -61,7 +61,7 @@ def sample(
     *,
     start: int,
     rule: str,
-    gamma: int = 2,
+    gamma: int | None = 2,
     num_samples: int = NUM_SAMPLES,
 ) -> Counter[tuple[int, ...]]:
     """Counts of tokens start .. start + WINDOW - 1 over seeds 0 .. num_samples - 1."""
@@ -107,6 +107,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def test_the_loop_follows_the_law(rule: str, drafter: str, start: int) -> None:
     counts = sample(DRAFTERS[drafter](), start=start, rule=rule, num_samples=NUM_FOLLOWING)
     assert g_test(counts, known_law(start)) > P_FALSE
+
+
+@pytest.mark.parametrize("rule", verification.RULES)
+def test_the_loop_follows_the_law_with_adaptive_lengths(rule: str) -> None:
+    counts = sample(DRAFTERS["model"](), start=3, rule=rule, gamma=None, num_samples=NUM_FOLLOWING)
+    assert g_test(counts, known_law(3)) > P_FALSE
 
 
 def test_plain_decoding_follows_the_law() -> None:

@@ -11,7 +11,15 @@ from typing import NoReturn
 
 import typer
 
-from outrider.cli import chat, fit, generate, models  # noqa: F401 - they add their commands
+from outrider.cli import (  # noqa: F401 - they add their commands
+    bench,
+    chat,
+    fit,
+    generate,
+    models,
+    plan,
+    reproduce,
+)
 from outrider.cli.app import app
 from outrider.cli.terminal import one_line
 from outrider.errors import OutriderError

@@ -37,12 +37,14 @@ from outrider.errors import OutriderError, UsageError
 if TYPE_CHECKING:
     from outrider.pair import Settings
 
+__all__ = ["chat"]
+
 
 @app.command()
 def chat(
     target: TargetOption = "default",
     drafter: DrafterOption = "lookup",
-    gamma: GammaOption = 5,
+    gamma: GammaOption = None,
     rule: RuleOption = "block",
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,

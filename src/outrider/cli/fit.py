@@ -27,6 +27,8 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     pass
 
+__all__ = ["fit"]
+
 
 @app.command()
 def fit(

@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from outrider.pair import Pair, Settings
     from outrider.requests import Request, Result
 
+__all__ = ["generate"]
+
 
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text; - reads stdin, @FILE a file, @@ is an @.")],
     target: TargetOption = "default",
     drafter: DrafterOption = "lookup",
-    gamma: GammaOption = 5,
+    gamma: GammaOption = None,
     rule: RuleOption = "block",
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -134,10 +136,8 @@ def generate(
 
 def _run(pair: Pair, request: Request, *, trace: bool, stream: bool) -> Result:
     """Run one request, showing its rounds or its text as they come."""
-    from outrider.decoding import Engine
-
     result: Result | None = None
-    for event in Engine(pair.target, pair.drafter).stream(request):
+    for event in pair.engine().stream(request):
         if stream and not trace:
             print(event.text, end="", flush=True)
         result = event.result

@@ -16,6 +16,8 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     pass
 
+__all__ = ["models"]
+
 
 @app.command()
 def models(

@@ -13,6 +13,35 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.pair import Pair, Settings
 
+__all__ = [
+    "BiasOption",
+    "DeviceOption",
+    "DrafterDtypeOption",
+    "DrafterOption",
+    "DtypeOption",
+    "EngineOption",
+    "FrequencyOption",
+    "GammaOption",
+    "JsonOption",
+    "KvMemoryOption",
+    "MaxNewOption",
+    "MinNewOption",
+    "MinPOption",
+    "PresenceOption",
+    "RepetitionOption",
+    "RuleOption",
+    "SeedOption",
+    "StopOption",
+    "SystemOption",
+    "TargetOption",
+    "TemperatureOption",
+    "TopKOption",
+    "TopPOption",
+    "TypicalPOption",
+    "check_early",
+    "load_pair",
+    "parse_bias",
+]
 
 TargetOption = Annotated[
     str,
@@ -21,7 +50,10 @@ TargetOption = Annotated[
 DrafterOption = Annotated[
     str, typer.Option(help="What proposes: lookup, ngram:FILE, none, or a model as for --target.")
 ]
-GammaOption = Annotated[int, typer.Option(help="Tokens drafted per round; 0 is plain decoding.")]
+GammaOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens drafted per round; 0 is plain. Default: as many as pay off."),
+]
 RuleOption = Annotated[str, typer.Option(help="Verification rule: block, rejection or coupled.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")]
@@ -67,6 +99,7 @@ def load_pair(
     kv_memory: float | None = None,
     drafter_dtype: str | None = None,
 ) -> Pair:
+    """The pair that a command names; notes about it go to stderr."""
     from outrider.models import check_choices
     from outrider.pair import load
 
@@ -92,6 +125,7 @@ def load_pair(
 
 
 def parse_bias(items: Sequence[str]) -> dict[int, float]:
+    """Token id -> bias, from ID=BIAS."""
     biases = {}
     for item in items:
         token, separator, bias = item.partition("=")

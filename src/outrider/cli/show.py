@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from outrider.requests import Result, Round, TokenLogprob
     from outrider.text import Tokenizer
 
+__all__ = [
+    "print_comparison",
+    "print_logprobs",
+    "print_trace",
+    "result_object",
+    "summary",
+]
+
 _STYLES = {"accepted": "green", "rejected": "red strike", "correction": "bold blue"}
 _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "correction": ("[+", "+]")}
 

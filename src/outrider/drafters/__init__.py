@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from outrider.draft_length import GoOn
 from outrider.errors import UsageError, VocabularyMismatch
 from outrider.models import Dtype, Engine, Model, check_same_tokenizer, load_model
 from outrider.randomness import RoundNoise
@@ -39,6 +40,7 @@ class Drafter(Protocol):
         gammas: Sequence[int],
         policies: Sequence[SamplingPolicy],
         noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         """A draft of at most `gammas[i]` tokens after each of `sequences`; may be empty.
 
@@ -47,6 +49,7 @@ class Drafter(Protocol):
             gammas: most tokens to draft, at least 1.
             policies: how each request samples; the drafter's laws go through the same.
             noise: the round's draws for each request (`noise[i].draft`).
+            go_on: of each request, asked before every draw; none to draft as many as `gammas` says.
         """
         ...
 

@@ -8,7 +8,9 @@ suffix of the text that occurred before, not one of a fixed length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
+from outrider.draft_length import GoOn, always
 from outrider.errors import UsageError
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
@@ -88,11 +90,17 @@ class SuffixIndex:
         return len(self._link) - 1
 
 
+_SURETY = {1: 0.2, 2: 0.5}
+_AHEAD = 8
+"""Tokens whose sureties are told before they are drafted."""
+
+
 class LookupDrafter:
     """Drafts the continuation of the longest earlier match; a point mass on each token.
 
     Args:
-        min_match: tokens that must match; shorter matches draft nothing.
+        min_match: tokens that must match for drafts of a fixed length. Adaptive lengths take any
+            match: how good short ones are on this text is learned.
     """
 
     name = "lookup"
@@ -110,20 +118,24 @@ class LookupDrafter:
         gammas: Sequence[int],
         policies: Sequence[SamplingPolicy],
         noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         """Tokens copied from behind the match; when it runs into the end, it goes round."""
         drafts = []
-        for sequence, gamma in zip(sequences, gammas, strict=True):
+        asked = go_on or repeat(always)
+        for sequence, gamma, more in zip(sequences, gammas, asked, strict=False):
             index = self._indexes.setdefault(sequence, SuffixIndex())
             for token in sequence.tokens[len(index.tokens) :]:
                 index.append(token)
             length, end = index.match()
             drawn: list[int] = []
-            if length >= self._min_match:
+            if length >= (self._min_match if more is always else 1):
                 # A match may overlap the end (a text that repeats itself): behind the last token
                 # the copy goes on with what it has copied.
                 period = len(index.tokens) - end
-                drawn = [index.tokens[end + i % period] for i in range(gamma)]
+                surety = [_surety(length + i) for i in range(gamma)]
+                while (i := len(drawn)) < gamma and more(surety[:i], surety[i : i + _AHEAD]):
+                    drawn.append(index.tokens[end + i % period])
             drafts.append(Draft(drawn))
         return drafts
 
@@ -133,3 +145,8 @@ class LookupDrafter:
     def release(self, sequence: History) -> None:
         """Forget the request's index."""
         self._indexes.pop(sequence, None)
+
+
+def _surety(length: int) -> float:
+    """A guess, in [0, 1], of the probability that what followed a match of that length follows."""
+    return _SURETY.get(length, 0.85)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.draft_length import GoOn
 from outrider.errors import CacheFull, NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
@@ -49,6 +50,7 @@ class ModelDrafter:
         gammas: Sequence[int],
         policies: Sequence[SamplingPolicy],
         noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         """Drafts drawn token by token, all sequences advancing together in one pass per token."""
         limits = [
@@ -57,7 +59,11 @@ class ModelDrafter:
         ]
         tokens: list[list[int]] = [[] for _ in sequences]
         laws: list[list[Tensor]] = [[] for _ in sequences]
+        surety: list[list[float]] = [[] for _ in sequences]
         for step in range(max(limits, default=0)):
+            for i, more in enumerate(go_on):
+                if limits[i] > step and not more(surety[i]):
+                    limits[i] = step
             active = [i for i, limit in enumerate(limits) if limit > step]
             if not active:
                 break
@@ -81,6 +87,10 @@ class ModelDrafter:
                     one_hot = policies[i].is_greedy
                     tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
                     laws[i].append(law)
+                    if go_on:
+                        # A one-hot law says nothing of how close the choice was.
+                        sure = row[0].softmax(-1) if one_hot else law
+                        surety[i].append(float(sure[tokens[i][-1]]))
                     if tokens[i][-1] >= self.model.vocab_size:  # forced by a processor
                         limits[i] = step + 1
         return [

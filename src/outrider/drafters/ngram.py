@@ -11,11 +11,13 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.draft_length import GoOn, always
 from outrider.errors import ModelNotFound, UsageError, VocabularyMismatch
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
@@ -178,13 +180,18 @@ class NgramDrafter:
         gammas: Sequence[int],
         policies: Sequence[SamplingPolicy],
         noise: Sequence[RoundNoise],
+        go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         """Point-mass drafts; empty only when the table is."""
         drafts = []
-        for sequence, gamma in zip(sequences, gammas, strict=True):
+        asked = go_on or repeat(always)
+        for sequence, gamma, more in zip(sequences, gammas, asked, strict=False):
             prefix = sequence.tokens[max(0, len(sequence) - self._table.order + 1) :]
             drawn: list[int] = []
-            while len(drawn) < gamma and (token := self._table.best([*prefix, *drawn])) is not None:
+            while len(drawn) < gamma and more([_SURETY] * len(drawn), [_SURETY]):
+                token = self._table.best([*prefix, *drawn])
+                if token is None:
+                    break
                 drawn.append(token)
             drafts.append(Draft(drawn))
         return drafts
@@ -195,6 +202,9 @@ class NgramDrafter:
     def release(self, sequence: History) -> None:
         """There is nothing to forget."""
 
+
+_SURETY = 0.5
+"""Whatever the table says; how often it is right on a text shows soon."""
 
 _EMPTY = np.zeros(0, dtype=np.uint64)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.decoding import Engine
 from outrider.errors import UsageError
 from outrider.pair import Pair
 from outrider.requests import Request, Result
@@ -70,7 +69,7 @@ def compare_with_plain(
     if repeats < 1:
         raise UsageError(f"repeats must be 1 or more, not {repeats!r}")
     plain_request = replace(request, gamma=0)
-    engine = Engine(pair.target, pair.drafter)
+    engine = pair.engine()
 
     def run(request: Request) -> Result:
         pair.forget()

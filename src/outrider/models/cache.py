@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MANIFEST = "outrider.json"
-_KINDS = ("models", "graphs")
+_KINDS = ("models", "graphs", "costs")
 
 
 def cache_folder() -> Path:
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
 
 
 def clear_cache() -> int:
-    """Delete every imported model and converted graph; returns the bytes freed."""
+    """Delete every imported model, converted graph and measured cost; returns the bytes freed."""
     freed = 0
     for folder in (cache_folder() / kind for kind in _KINDS):
         if folder.exists():
@@ -58,7 +58,7 @@ def kept_folder(
     """The kept folder of this kind and name, made now if it is missing or broken.
 
     Args:
-        kind: "models" or "graphs".
+        kind: "models", "graphs" or "costs".
         name: of the folder; says everything its content depends on.
         make: fills an empty folder and returns what its manifest shall say beside the sizes.
         facts: names of what the manifest must say.

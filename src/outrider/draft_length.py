@@ -1,0 +1,248 @@
+"""How many tokens to draft: a fixed number, or as many as are worth their time.
+
+A drafter asks before every token it draws. The answer may depend on the tokens it has drawn in this
+round and on everything before, never on the one it would draw: a token that was drawn is verified.
+That keeps every rule exact, whatever the answers are.
+
+The adaptive answer. Tokens per time are highest when drafting goes on exactly as long as a further
+token brings more than the same time brings otherwise (optimal stopping of a renewal reward process;
+for speculative decoding as goodput in Liu et al. 2024, arXiv 2406.14066). With S_j the probability
+that the first j drafted tokens of this round are all accepted, draft token k if for some j >= k
+
+    S_k + ... + S_j  >  rate * (cost(j) - cost(k - 1))
+
+* cost(j): a round with j drafted tokens, from the costs measured on this machine: j drafter steps
+  and a target pass over j + 1 positions. In a batch, a request's share of the pass over all.
+* rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
+  the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
+* S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
+  for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
+  last); beyond that, the acceptance of all. All begin at a guess, fade, and belong to one request
+  alone: nothing is carried over to another.
+
+Where no draft is worth it, none is made; now and then one is tried, at growing intervals, so that
+a text that becomes predictable is noticed (Leviathan et al. 2023 leave a varying gamma open, in
+section 3.5 and section 6; the paper's oracle of section 3.5 is the most it can bring).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.costs import Costs
+
+__all__ = ["Adaptive", "DraftLength", "Fixed", "GoOn", "always", "draft_length"]
+
+LONGEST = 32
+"""Most tokens an adaptive length drafts in a round."""
+
+# Chosen on recorded texts of two real pairs, with and without a drafting model; docs/log.md has
+# what else was tried.
+_EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
+_FIRST_GUESS = 0.6
+_GUESS_WEIGHT = 6.0
+_MEMORY = 0.98
+_FADE = 0.98
+_FIRST_PROBE, _LAST_PROBE = 16, 128
+
+
+class GoOn(Protocol):
+    """Asked before every draw whether one more token shall be drafted."""
+
+    def __call__(self, confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
+        """The answer.
+
+        Args:
+            confidences: for every token drawn in this round, the drafter's own guess, in [0, 1], of
+                the probability that it is accepted.
+            upcoming: the same for tokens that would come next, each given the ones before it, from
+                a drafter that knows them without drawing (a copy of earlier text).
+        """
+        ...
+
+
+class DraftLength(Protocol):
+    """Decides one request's draft lengths, round by round."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of any round."""
+        ...
+
+    def begin(self, num_requests: int) -> GoOn:
+        """What to ask in this round, in which `num_requests` share the passes."""
+        ...
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learn how the round ended."""
+        ...
+
+
+def draft_length(gamma: int | None, costs: Costs) -> DraftLength:
+    """Of a request's gamma: a fixed length, or adaptive for None."""
+    return Adaptive(costs) if gamma is None else Fixed(gamma)
+
+
+class Fixed:
+    """Always as many as fit: the paper's gamma."""
+
+    def __init__(self, gamma: int) -> None:
+        self.limit = gamma
+
+    def begin(self, num_requests: int) -> GoOn:
+        """Yes, up to the limit."""
+        return always
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Nothing to learn."""
+
+
+def always(confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
+    """Yes."""
+    return True
+
+
+class _Share:
+    """A share of successes with a memory: trials of earlier rounds count less and less."""
+
+    def __init__(self) -> None:
+        self.successes = 0.0
+        self.trials = 0.0
+
+    def fade(self) -> None:
+        self.successes *= _FADE
+        self.trials *= _FADE
+
+    def add(self, success: bool) -> None:
+        self.successes = _MEMORY * self.successes + success
+        self.trials = _MEMORY * self.trials + 1.0
+
+    def mean(self, guess: float) -> float:
+        """The share, with a guess counted as some trials."""
+        return (self.successes + _GUESS_WEIGHT * guess) / (self.trials + _GUESS_WEIGHT)
+
+
+class Adaptive:
+    """As many as are worth their time; see the module's text.
+
+    Args:
+        costs: of the passes of this target and drafter.
+        limit: most tokens of any round.
+    """
+
+    def __init__(self, costs: Costs, *, limit: int = LONGEST) -> None:
+        self.limit = limit
+        self._costs = costs
+        self._overall = _Share()
+        self._by_confidence = [_Share() for _ in range(len(_EDGES) + 1)]
+        self._by_previous = [_Share() for _ in range(len(_EDGES) + 2)]
+        # Sum of confidences of examined tokens, remembered like a share: how far the drafter's own
+        # guesses are off on the whole.
+        self._guessed = 0.0
+        self._emitted = self._spent = 0.0
+        self._num_requests = 1
+        self._confidences: list[float] = []
+        self._idle = 0
+        self._next_probe = _FIRST_PROBE
+        self._declined = False
+        self._probing = False
+
+    def begin(self, num_requests: int) -> GoOn:
+        """Decides this round, in which the request pays its share of the passes over all."""
+        self._num_requests = num_requests
+        self._confidences = []
+        self._declined = False
+        self._probing = self._idle >= self._next_probe
+        return self._go_on
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count the round: its time by the costs, its tokens, and the fate of examined drafts."""
+        if self._declined and drafted == 0:
+            self._idle += 1
+        elif drafted:
+            self._idle = 0
+            if self._probing and not accepted:
+                self._next_probe = min(_LAST_PROBE, 2 * self._next_probe)
+            elif accepted:
+                self._next_probe = _FIRST_PROBE
+        self._emitted = _MEMORY * self._emitted + accepted + 1
+        self._spent = _MEMORY * self._spent + self._cost(drafted)
+        if not drafted:
+            return
+        # All fade, also those that this round says nothing of: what was true of long drafts in an
+        # easy stretch must not outlive it.
+        for share in (self._overall, *self._by_confidence, *self._by_previous):
+            share.fade()
+        self._guessed *= _FADE
+        for place in range(min(accepted + 1, drafted)):
+            success = place < accepted
+            self._overall.add(success)
+            self._after(self._confidences[:place]).add(success)
+            if place < len(self._confidences):
+                confidence = self._confidences[place]
+                self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
+                self._guessed = _MEMORY * self._guessed + confidence
+
+    def _go_on(self, confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
+        self._confidences = [*confidences, *upcoming[:1]]
+        included = len(confidences)
+        if included >= self.limit:
+            return False
+        if self._probing and included == 0:
+            return True
+        standing = 1.0
+        for confidence in confidences:
+            standing *= self._kept(confidence)
+        answer = self._is_worth_it(included, standing, upcoming)
+        self._declined = included == 0 and not answer
+        return answer
+
+    def _is_worth_it(self, included: int, standing: float, upcoming: Sequence[float]) -> bool:
+        """Whether some number of further tokens brings more than their time does otherwise."""
+        rate = self._rate()
+        spent = self._cost(included)
+        gain = 0.0
+        for length in range(included + 1, self.limit + 1):
+            ahead = length - included - 1
+            if ahead < len(upcoming):
+                standing *= self._kept(upcoming[ahead])
+            elif not ahead:
+                standing *= self._next_kept()
+            else:
+                standing *= self._overall.mean(_FIRST_GUESS)
+            gain += standing
+            if gain > rate * (self._cost(length) - spent):
+                return True
+            if standing < 0.02:
+                return False
+        return False
+
+    def _rate(self) -> float:
+        """Tokens per millisecond; never below those of plain decoding, which can always be had."""
+        plain = self._cost(0)
+        so_far = (self._emitted + _GUESS_WEIGHT) / (self._spent + _GUESS_WEIGHT * plain)
+        return max(so_far, 1.0 / plain)
+
+    def _cost(self, length: int) -> float:
+        """Milliseconds of this request's share of a round with that draft length for all."""
+        n = self._num_requests
+        step = self._costs.drafter_ms * self._costs.verify_cost(n)
+        return (self._costs.target(n * (length + 1)) + length * step) / n
+
+    def _kept(self, confidence: float) -> float:
+        """Probability that a token of that confidence is accepted."""
+        trust = (self._overall.successes + 2.0) / (self._guessed + 2.0)
+        guess = min(1.0, trust * confidence)
+        return self._by_confidence[bisect_right(_EDGES, confidence)].mean(guess)
+
+    def _next_kept(self) -> float:
+        """Probability that the next token, not drawn yet, is accepted once examined."""
+        return self._after(self._confidences).mean(self._overall.mean(_FIRST_GUESS))
+
+    def _after(self, confidences: Sequence[float]) -> _Share:
+        """Of tokens that came behind one of the same confidence: easy stretches last."""
+        if not confidences:
+            return self._by_previous[-1]
+        return self._by_previous[bisect_right(_EDGES, confidences[-1])]

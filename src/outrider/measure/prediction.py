@@ -1,0 +1,202 @@
+"""What a run should have taken, from costs measured apart from it.
+
+A step's time is modelled as a target pass over the drafted positions and one more, the drafter's
+steps, and the time outside the models. Summed over the rounds that a run really had, this is the
+paper's expected improvement (Leviathan et al. 2023, Theorem 3.8) with its two simplifications
+undone: for drafts of gamma tokens and long outputs the predicted speed-up tends to
+
+    (1 + S_1 + ... + S_gamma) / (v(gamma + 1) + gamma * c + outside)
+
+with the counted survival S_i of i drafted tokens instead of a power of alpha, and the measured cost
+v(n) of a target pass over n positions instead of a free verification. Drafts of varying length,
+outputs that end, and batches whose requests end one by one are covered by the same sum.
+
+What comes from where. How much is drafted and accepted is counted in the very rounds whose time is
+predicted; v, c and the time outside the models are measured before, in other passes. So agreement
+says nothing about acceptance. It says that the time is explained by tokens per round and the cost
+curve, that is, that nothing costs time which the formula does not know.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.costs import Costs, measure_costs, time_pass
+from outrider.models import Model
+from outrider.requests import Result, Round
+
+__all__ = [
+    "BatchCosts",
+    "Step",
+    "measure_batch_costs",
+    "modelled_ms",
+    "outside_ms_per_row",
+    "steps_of",
+]
+
+_WIDEST_PASS = 96
+"""Most rows of a pass that is timed in a batch: curves are straight before, and passes slow."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of the loop over all requests that were in it.
+
+    Attributes:
+        drafted: tokens drafted for each request.
+        draft_ms, target_ms: in the drafter, in the target's pass.
+        total_ms: until the last request was settled.
+    """
+
+    drafted: tuple[int, ...]
+    draft_ms: float
+    target_ms: float
+    total_ms: float
+
+    @property
+    def num_rows(self) -> int:
+        """Positions that were verified, the target's own included."""
+        return sum(self.drafted) + len(self.drafted)
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Costs of passes over one request and over a whole batch; between them, linear.
+
+    Attributes:
+        alone: of one request.
+        batch: of `size` requests side by side, positions counted per request.
+        size: requests in the batch.
+    """
+
+    alone: Costs
+    batch: Costs
+    size: int
+
+    def target_ms(
+        self, num_requests: NDArray[np.float64], positions: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Milliseconds of passes over that many requests, with so many positions each on average.
+
+        Args:
+            num_requests: [n], each from 1 to `size`.
+            positions: [n], each at least 1.
+        """
+        grid = np.arange(1, int(np.ceil(positions.max())) + 2)
+        alone, batch = (
+            np.interp(positions, grid, [costs.target(float(n)) for n in grid])
+            for costs in (self.alone, self.batch)
+        )
+        mixed: NDArray[np.float64] = alone + self._share(num_requests) * (batch - alone)
+        return mixed
+
+    def drafter_ms(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Milliseconds of one drafter step for that many requests [n]."""
+        rise = self.batch.drafter_ms - self.alone.drafter_ms
+        return self.alone.drafter_ms + self._share(num_requests) * rise
+
+    def _share(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
+        return (num_requests - 1.0) / max(1, self.size - 1)
+
+
+def measure_batch_costs(
+    target: Model,
+    drafter: Model | None,
+    size: int,
+    *,
+    alone: Costs | None = None,
+    context: int = 64,
+    repeats: int = 5,
+) -> BatchCosts:
+    """Time passes over one request and over `size` of them.
+
+    Args:
+        target: the model whose passes are verified with.
+        drafter: a drafting model; None for a drafter without one.
+        size: requests in the batch.
+        alone: the costs of one request, if they were measured before with the same context.
+        context: tokens cached before the positions.
+        repeats: turns that count; see `measure_costs`.
+    """
+    if alone is None:
+        alone = measure_costs(target, drafter, context=context, repeats=repeats)
+    if size == 1:
+        return BatchCosts(alone, alone, 1)
+    positions = [n for n in alone.positions if n <= 2 or n * size <= _WIDEST_PASS]
+
+    def median(model: Model, num_positions: int) -> float:
+        room = min(context, model.context_length - num_positions)
+        times = [
+            time_pass(model, num_positions, context=room, num_sequences=size)
+            for _ in range(repeats + 1)
+        ]
+        return statistics.median(times[1:])
+
+    curve: list[float] = []
+    for n in positions:
+        curve.append(max([median(target, n), *curve[-1:]]))  # a fall is noise
+    step = 0.0 if drafter is None else median(drafter, 1)
+    return BatchCosts(alone, Costs(tuple(positions), tuple(curve), step, context), size)
+
+
+def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:
+    """The steps that requests of one engine shared, in no particular order.
+
+    Rounds of one step carry the very same times of drafter and target.
+
+    Args:
+        results: of requests that were run side by side.
+        first: rounds of each request to leave out; 1 leaves out those that read the prompts.
+    """
+    shared: dict[tuple[float, float], list[Round]] = {}
+    for result in results:
+        for item in result.trace[first:]:
+            shared.setdefault((item.times.draft_s, item.times.target_s), []).append(item)
+    return [
+        Step(
+            drafted=tuple(len(item.drafted) for item in rounds),
+            draft_ms=1e3 * draft_s,
+            target_ms=1e3 * target_s,
+            total_ms=1e3 * max(item.times.end_s - item.times.start_s for item in rounds),
+        )
+        for (draft_s, target_s), rounds in shared.items()
+    ]
+
+
+def outside_ms_per_row(steps: Sequence[Step], costs: BatchCosts) -> float:
+    """Milliseconds outside the models' passes for every verified position of `steps`, at least 0.
+
+    Sampling, verification, bookkeeping; and of the drafter, what its own passes do not take. Most
+    of it is work on rows of V probabilities, of which a round has as many as positions.
+    """
+    num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
+    drafter_steps = np.array([max(step.drafted) for step in steps], dtype=np.float64)
+    passes_ms = float(np.sum(drafter_steps * costs.drafter_ms(num_requests)))
+    outside = sum(step.total_ms - step.target_ms for step in steps) - passes_ms
+    return max(0.0, outside / sum(step.num_rows for step in steps))
+
+
+def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> float:
+    """Milliseconds that the steps of one run should take, the reading of prompts left out.
+
+    One request, drafted [3, 3, 0]: target passes over 4, 4 and 1 positions, 6 drafter steps, and
+    9 times `outside_ms`.
+
+    Args:
+        steps: what was drafted for whom; their times are not used.
+        costs: of passes.
+        outside_ms: outside the models, per verified position.
+    """
+    if not steps:
+        return 0.0
+    num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
+    rows = np.array([step.num_rows for step in steps], dtype=np.float64)
+    drafter_steps = np.array([max(step.drafted) for step in steps], dtype=np.float64)
+    target_ms = costs.target_ms(num_requests, rows / num_requests)
+    drafter_ms = drafter_steps * costs.drafter_ms(num_requests)
+    return float(np.sum(target_ms + drafter_ms + rows * outside_ms))

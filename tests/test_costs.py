@@ -1,0 +1,81 @@
+"""The cost curve: between and beyond measured points, measured on a model, kept on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.costs import Costs, kept_costs, measure_costs, time_pass
+from outrider.errors import UsageError
+from outrider.models.toy import ToyModel, hashed_law
+
+MODEL = ToyModel(hashed_law(5, seed=1), 5)
+
+
+def test_between_measured_points_the_curve_is_linear_and_beyond_them_it_goes_on() -> None:
+    costs = Costs((1, 3, 5), (10.0, 12.0, 16.0), drafter_ms=2.5)
+    assert [costs.target(n) for n in (1, 2, 3, 4, 5, 7)] == [10, 11, 12, 14, 16, 20]
+    assert costs.verify_cost(4) == pytest.approx(1.4)
+    assert costs.c == 0.25
+    assert Costs((1,), (7.0,)).target(9) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("positions", "target_ms", "drafter_ms"),
+    [
+        ((), (), 0.0),
+        ((2, 3), (1.0, 1.0), 0.0),
+        ((1, 1), (1.0, 1.0), 0.0),
+        ((1, 2), (1.0,), 0.0),
+        ((1, 2), (0.0, 1.0), 0.0),
+        ((1, 2), (1.0, 1.0), -0.1),
+    ],
+)
+def test_what_is_no_curve_is_refused(
+    positions: tuple[int, ...], target_ms: tuple[float, ...], drafter_ms: float
+) -> None:
+    with pytest.raises(UsageError):
+        Costs(positions, target_ms, drafter_ms=drafter_ms)
+
+
+def test_a_model_is_timed_and_leaves_nothing_open() -> None:
+    costs = measure_costs(MODEL, MODEL, positions=(1, 2, 4), context=8, repeats=2)
+    assert costs.positions == (1, 2, 4)
+    assert list(costs.target_ms) == sorted(costs.target_ms)
+    assert costs.drafter_ms > 0
+    assert measure_costs(MODEL, None, positions=(1,), repeats=1).drafter_ms == 0
+    assert time_pass(MODEL, 2, context=0, num_sequences=3) > 0
+
+
+def test_positions_beyond_the_context_are_left_out() -> None:
+    short = ToyModel(hashed_law(5, seed=1), 5, context_length=20)
+    costs = measure_costs(short, None, positions=(1, 4, 8), context=15, repeats=1)
+    assert costs.positions == (1, 4)
+
+
+def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    told: list[str] = []
+    first = kept_costs(MODEL, None, told.append)
+    assert kept_costs(MODEL, None, told.append) == first
+    assert len(told) == 1
+    kept_costs(MODEL, MODEL, told.append)  # another drafter, other costs
+    assert len(told) == 2
+    [file, _] = sorted(tmp_path.rglob("costs.json"), key=lambda path: path.stat().st_mtime)
+    for damage in ("", "{}", '{"positions": [2], "target_ms": [1], "drafter_ms": 0, "context": 0}'):
+        file.write_text(damage)
+        again = kept_costs(MODEL, None, told.append)
+        assert json.loads(file.read_text()) == json.loads(json.dumps(again.as_dict()))
+    assert len(told) == 5
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    told: list[str] = []
+    assert kept_costs(MODEL, None, told.append).target_ms[0] > 0
+    assert len(told) == 1
