@@ -61,7 +61,7 @@ def time_passes(model: PagedModel, figures: Figures) -> None:
     table = model.start(Prompt(ids))
     model.score([Feed(table, ids[:CONTEXT], 1)])
     for count in POSITIONS:
-        for _ in range(3):
+        for _ in range(5):
             begun = time.perf_counter()
             model.score([Feed(table, ids[CONTEXT : CONTEXT + count], count)])
             figures.add(f"pass_{count}", 1e3 * (time.perf_counter() - begun))
@@ -103,12 +103,14 @@ def time_rounds(pair: Pair, prompt: list[int], num_tokens: int, figures: Figures
         figures.add("outside_share", outside / whole)
 
 
-def tokens_per_second(pair: Pair, prompts: list[list[int]], num_tokens: int, **how: int) -> float:
+def tokens_per_second(
+    pair: Pair, prompts: list[list[int]], num_tokens: int, *, gamma: int | None, max_batch: int
+) -> float:
     """Of all prompts at once, or one by one with max_batch=1; prompts read anew."""
     pair.forget()
-    engine = Engine(pair.target, pair.drafter, max_batch=how["max_batch"])
+    engine = pair.engine(max_batch=max_batch)
     requests = [
-        Request(prompt, max_new_tokens=num_tokens, gamma=how["gamma"], ignore_eos=True)
+        Request(prompt, max_new_tokens=num_tokens, gamma=gamma, ignore_eos=True)
         for prompt in prompts
     ]
     begun = time.perf_counter()
@@ -150,7 +152,7 @@ def main() -> None:
         for prompt in prompts[:4]:
             time_rounds(pair, prompt, arguments.tokens, figures)
         if "batch" not in arguments.skip:
-            for name, gamma in (("plain", 0), ("speculative", GREEDY_GAMMA)):
+            for name, gamma in (("plain", 0), ("speculative", None)):
                 alone = tokens_per_second(pair, prompts, arguments.tokens, gamma=gamma, max_batch=1)
                 batch = tokens_per_second(pair, prompts, arguments.tokens, gamma=gamma, max_batch=8)
                 figures.add(f"batch_{name}_tokens_per_s", batch)

@@ -144,6 +144,7 @@ class Adaptive:
         self._emitted = self._spent = 0.0
         self._num_requests = 1
         self._confidences: list[float] = []
+        self._standing, self._num_counted = 1.0, 0
         self._idle = 0
         self._next_probe = _FIRST_PROBE
         self._declined = False
@@ -153,6 +154,7 @@ class Adaptive:
         """Decides this round, in which the request pays its share of the passes over all."""
         self._num_requests = num_requests
         self._confidences = []
+        self._standing, self._num_counted = 1.0, 0
         self._declined = False
         self._probing = self._idle >= self._next_probe
         return self._go_on
@@ -192,10 +194,10 @@ class Adaptive:
             return False
         if self._probing and included == 0:
             return True
-        standing = 1.0
-        for confidence in confidences:
-            standing *= self._kept(confidence)
-        answer = self._is_worth_it(included, standing, upcoming)
+        for confidence in confidences[self._num_counted :]:
+            self._standing *= self._kept(confidence)
+        self._num_counted = included
+        answer = self._is_worth_it(included, self._standing, upcoming)
         self._declined = included == 0 and not answer
         return answer
 

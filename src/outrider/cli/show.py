@@ -32,6 +32,7 @@ _MARKS = {"accepted": ("", ""), "rejected": ("[-", "-]"), "correction": ("[+", "
 
 
 def print_comparison(comparison: Comparison) -> None:
+    """Plain and speculative side by side, whether they agree, and the speed-up."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "ms per token", "tokens per target call", "alpha_hat"):
         table.add_column(column, justify="left" if not column else "right")
@@ -96,6 +97,7 @@ def _marked(fate: str, text: str, coloured: bool) -> Text:
 
 
 def print_logprobs(result: Result, tokenizer: Tokenizer | None) -> None:
+    """A line a token: what it was, how likely, and what was likelier."""
     table = Table(box=None, pad_edge=False)
     for column in ("token", "logprob", "raw", "likeliest"):
         table.add_column(column)
@@ -112,6 +114,7 @@ def print_logprobs(result: Result, tokenizer: Tokenizer | None) -> None:
 
 
 def summary(result: Result) -> str:
+    """One line on how a result came about."""
     stats = result.stats
     parts = [
         f"{stats.num_tokens} tokens in {stats.rounds} target passes",
@@ -125,6 +128,7 @@ def summary(result: Result) -> str:
 
 
 def result_object(result: Result, *, trace: bool) -> dict[str, object]:
+    """A result ready for JSON."""
     facts: dict[str, object] = {
         "text": result.text,
         "token_ids": result.token_ids,
