@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from outrider import Engine, Pair, Request, load
+from outrider.drafters import names_model
 from outrider.drafters.model import ModelDrafter
 from outrider.models import Feed, Prompt
 from outrider.models.checkpoints import find_checkpoint
@@ -161,9 +162,7 @@ def main() -> None:
     medians = {name: round(figures.median(name), 4) for name in figures.values}
     precision = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     size, drafter_size = (
-        0
-        if name in ("none", "lookup") or name.startswith("ngram:")
-        else read_weight_bytes(Path(find_checkpoint(name, precision).source))
+        read_weight_bytes(Path(find_checkpoint(name, precision).source)) if names_model(name) else 0
         for name in (arguments.target, arguments.drafter)
     )
     read_ms = size / 1e6 / figures.median("bandwidth_gbs")

@@ -188,19 +188,43 @@ def test_files_fill_the_tables_of_ones_own_pair(
     assert "yours: 0.1" in (tmp_path / "outrider-report/figures/figure-3.svg").read_text()
 
 
-def test_the_full_run_measures_what_was_not_given_and_keeps_it(
-    run: Run, files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full run, cut down to what toys need."""
     monkeypatch.setattr(command_module, "BENCH_TOKENS", 6)
     monkeypatch.setattr(command_module, "BENCH_PROMPTS", 1)
     monkeypatch.setattr(command_module, "BENCH_GAMMAS", "1,3")
-    outcome = run(*files[2:], "--json")
+    monkeypatch.setattr(command_module, "MEASURED_TOKENS", 60)
+
+
+def test_the_full_run_measures_what_was_not_given_and_keeps_it(
+    run: Run, small: None, tmp_path: Path
+) -> None:
+    outcome = run("--json")
     assert outcome.code == 0, outcome.err
     assert len(outcome.out.splitlines()) == 1
     kept = json.loads((tmp_path / "outrider-report" / "bench.json").read_text())
     assert len(outcome.facts["table4"]) == len(kept["rows"]) == 6 * 2 * 2
     assert {row["gamma"] for row in kept["rows"]} == {1, 3}
     assert {row["drafter"] for row in kept["rows"]} == {"toy:near"}
+    measured = json.loads((tmp_path / "outrider-report" / "measurement.json").read_text())
+    names = {"toy:near", "lookup", "unigram", "bigram", "random"}
+    assert {row["drafter"] for row in measured["alpha"]} == names
+    assert [row["alpha"] for row in outcome.facts["table3"]] == [
+        row["alpha"] for row in measured["alpha"]
+    ]
+    assert {row["c"] for row in outcome.facts["table4"]} == {measured["cost"]["c"]}
+
+
+@pytest.mark.parametrize("given", [0, 2])
+def test_of_two_files_only_the_one_that_was_not_given_is_measured(
+    run: Run, small: None, files: tuple[str, ...], tmp_path: Path, given: int
+) -> None:
+    outcome = run(*files[given : given + 2], "--json")
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "outrider-report"
+    kept = {file.name for file in folder.glob("*.json")}
+    assert kept == {"measurement.json" if given == 0 else "bench.json"}
 
 
 def test_the_full_run_measures_nothing_that_was_given(
@@ -209,7 +233,7 @@ def test_the_full_run_measures_nothing_that_was_given(
     outcome = run(*files, "--json")
     assert outcome.code == 0, outcome.err
     assert len(outcome.facts["table4"]) == 1
-    assert not (tmp_path / "outrider-report" / "bench.json").exists()
+    assert not list((tmp_path / "outrider-report").glob("*.json"))
 
 
 # --- Wrong use ---

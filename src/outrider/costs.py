@@ -108,7 +108,8 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
             context=kept["context"],
         )
     notify(f"timing passes of {name} once, for the draft length")
-    costs = measure_costs(target, drafter)
+    # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
+    costs = measure_costs(target, drafter, typical=min)
     with contextlib.suppress(OSError):  # nothing depends on its being kept
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
@@ -124,15 +125,19 @@ def measure_costs(
     positions: Sequence[int] = CALIBRATION_POSITIONS,
     context: int = _CONTEXT,
     repeats: int = 5,
+    num_sequences: int = 1,
+    typical: Callable[[list[float]], float] = statistics.median,
 ) -> Costs:
-    """Time passes by turns and take medians.
+    """Time passes by turns.
 
     Args:
         target: the model whose passes are verified with.
         drafter: a drafting model; None for a drafter without one, whose steps count as free.
-        positions: numbers of positions to measure; the curve begins at 1.
+        positions: numbers of positions of each sequence to measure; the curve begins at 1.
         context: tokens cached before them.
         repeats: turns; the first, which may warm something up, is not counted.
+        num_sequences: side by side in every pass.
+        typical: of the times of all turns, the one that counts.
     """
     room = target.context_length - context
     kept = [n for n in positions if n <= room] or [1]
@@ -140,18 +145,19 @@ def measure_costs(
     steps: list[float] = []
     for turn in range(repeats + 1):
         for n in kept:
-            taken = time_pass(target, n, context=context)
+            taken = time_pass(target, n, context=context, num_sequences=num_sequences)
             if turn:
                 times[n].append(taken)
         if drafter is not None:
-            taken = time_pass(drafter, 1, context=min(context, drafter.context_length - 1))
+            behind = min(context, drafter.context_length - 1)
+            taken = time_pass(drafter, 1, context=behind, num_sequences=num_sequences)
             if turn:
                 steps.append(taken)
     # A pass over more positions does more: where a measured curve falls, that is noise.
     curve: list[float] = []
     for n in kept:
-        curve.append(max([statistics.median(times[n]), *curve[-1:]]))
-    drafter_ms = statistics.median(steps) if steps else 0.0
+        curve.append(max([typical(times[n]), *curve[-1:]]))
+    drafter_ms = typical(steps) if steps else 0.0
     return Costs(tuple(kept), tuple(curve), drafter_ms, context)
 
 

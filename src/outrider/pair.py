@@ -17,7 +17,7 @@ from outrider.requests import Event, Request, Result
 from outrider.sampling import LogitsProcessor, SamplingPolicy
 from outrider.text import Message
 
-__all__ = ["Pair", "PromptLike", "Settings", "check_settings", "load"]
+__all__ = ["Pair", "PromptLike", "Settings", "check_settings", "load", "pair_with"]
 
 PromptLike = str | Sequence[Message] | Sequence[int]
 """Text, a conversation, or token ids."""
@@ -194,16 +194,42 @@ def load(
         OutriderError: see `load_model` and `make_drafter`.
     """
     model = load_model(target, engine=engine, dtype=dtype, device=device, kv_memory=kv_memory)
-    proposer = make_drafter(
-        drafter, model, engine=engine, dtype=drafter_dtype or dtype, device=device
+    return pair_with(
+        model,
+        drafter,
+        engine=engine,
+        dtype=drafter_dtype or dtype,
+        device=device,
+        max_batch=max_batch,
     )
+
+
+def pair_with(
+    target: Model,
+    drafter: str,
+    *,
+    engine: EngineName = "auto",
+    dtype: Dtype = "auto",
+    device: str = "auto",
+    max_batch: int = 32,
+) -> Pair:
+    """A pair of a target that is loaded already and a drafter to load, and what they cost here.
+
+    Args:
+        target: may have other pairs.
+        drafter: as for `load`; `engine`, `dtype` and `device` are the drafter's.
+
+    Raises:
+        OutriderError: see `make_drafter`.
+    """
+    proposer = make_drafter(drafter, target, engine=engine, dtype=dtype, device=device)
     costs = None
-    if proposer is not None and model.engine != "toy":
+    if proposer is not None and target.engine != "toy":
         from outrider.models.checkpoints import to_stderr
 
         drafting = proposer.model if isinstance(proposer, ModelDrafter) else None
-        costs = kept_costs(model, drafting, notify=to_stderr)
-    return Pair(model, proposer, max_batch=max_batch, costs=costs)
+        costs = kept_costs(target, drafting, notify=to_stderr)
+    return Pair(target, proposer, max_batch=max_batch, costs=costs)
 
 
 def check_settings(settings: Settings) -> Request:

@@ -16,6 +16,7 @@ from outrider.cli import (  # noqa: F401 - they add their commands
     chat,
     fit,
     generate,
+    measure,
     models,
     plan,
     reproduce,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +23,13 @@ from outrider.cli.options import (
     JsonOption,
     KvMemoryOption,
     TargetOption,
+    check_output,
+    duration,
     load_pair,
+    parsed,
 )
 from outrider.cli.show_bench import print_rows
-from outrider.errors import OutriderError, UsageError
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.measure.benchmark import Benchmark
@@ -40,8 +42,6 @@ __all__ = ["bench"]
 
 _FULL = {"tokens": 128, "prompts_per_task": 10, "repeats": 3}
 _QUICK = {"tokens": 24, "prompts_per_task": 2, "repeats": 2}
-
-Value = TypeVar("Value")
 
 
 @app.command()
@@ -97,17 +97,17 @@ def bench(
     given = {"tokens": tokens, "prompts_per_task": prompts_per_task, "repeats": repeats}
     amounts = (_QUICK if quick else _FULL) | {k: n for k, n in given.items() if n is not None}
     grid = Grid(
-        temperatures=_parsed(temperatures, "temperatures", float),
-        gammas=_parsed(gammas, "gammas", _gamma),
-        rules=_parsed(rules, "rules", str),
-        batches=_parsed(batches, "batches", int),
+        temperatures=parsed(temperatures, "temperatures", float),
+        gammas=parsed(gammas, "gammas", _gamma),
+        rules=parsed(rules, "rules", str),
+        batches=parsed(batches, "batches", int),
         num_tokens=amounts["tokens"],
         num_prompts=amounts["prompts_per_task"],
         repeats=amounts["repeats"],
     )
     grid.check()
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
-    items = choose_tasks(items, None if tasks is None else _parsed(tasks, "tasks", str))
+    items = choose_tasks(items, None if tasks is None else parsed(tasks, "tasks", str))
     names = list(dict.fromkeys(drafter or ["lookup"]))
     models = {
         "target": target,
@@ -138,15 +138,6 @@ def bench(
         print_rows(rows)
 
 
-def _parsed(text: str, name: str, read: Callable[[str], Value]) -> tuple[Value, ...]:
-    try:
-        return tuple(read(part.strip()) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(
-            f"--{name} must be values with commas between them, not {text!r} ({error})"
-        ) from error
-
-
 def _gamma(text: str) -> int | None:
     return None if text == "adaptive" else int(text)
 
@@ -161,29 +152,21 @@ def _load_pairs(
     drafter_dtype: str | None,
 ) -> dict[str, Pair]:
     """A pair for each drafter, all with one target in memory."""
-    from outrider.costs import kept_costs
-    from outrider.drafters import make_drafter
-    from outrider.drafters.model import ModelDrafter
-    from outrider.models.checkpoints import to_stderr
-    from outrider.pair import Pair
+    from outrider.drafters import names_model
+    from outrider.pair import pair_with
 
     # Models first: an option that is for them alone is checked against the first.
-    by_kind = sorted(names, key=lambda name: name in ("none", "lookup") or name[:6] == "ngram:")
+    by_kind = sorted(names, key=names_model, reverse=True)
     first = load_pair(target, by_kind[0], engine, dtype, device, kv_memory, drafter_dtype)
     pairs = {by_kind[0]: first}
     for name in by_kind[1:]:
-        drafter = make_drafter(
-            name,
+        pairs[name] = pair_with(
             first.target,
+            name,
             engine=engine,  # type: ignore[arg-type]
             dtype=drafter_dtype or dtype,  # type: ignore[arg-type]
             device=device,
         )
-        model = drafter.model if isinstance(drafter, ModelDrafter) else None
-        costs = None
-        if drafter is not None and first.target.engine != "toy":
-            costs = kept_costs(first.target, model, notify=to_stderr)
-        pairs[name] = Pair(first.target, drafter, costs=costs)
     return {name: pairs[name] for name in names}
 
 
@@ -194,10 +177,7 @@ def _unfinished(
     from outrider.measure.provenance import source_digest
     from outrider.measure.unfinished import Unfinished
 
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UsageError(
-            f"cannot write {str(out)!r}: pass a file in a folder that exists and can be written to"
-        )
+    check_output(out)
     return Unfinished(out, _arguments(models, grid, items) | {"source": source_digest()})
 
 
@@ -243,13 +223,9 @@ def _run(benchmark: Benchmark, rows: list[Row], kept: Unfinished | None) -> None
         terminal.err.print(
             f"{number} of {len(todo)}: {cell.task}, temperature {cell.temperature:g}, "
             f"batch {cell.batch}: {best:.2f}x{' at best' if len(measured) > 1 else ''}"
-            + (f"; about {_duration(left_s)} left" if number < len(todo) else ""),
+            + (f"; about {duration(left_s)} left" if number < len(todo) else ""),
             style="dim",
         )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _save_what_there_is(rows: Sequence[Row], kept: Unfinished | None, *, as_json: bool) -> None:

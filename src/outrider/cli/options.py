@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -39,9 +41,14 @@ __all__ = [
     "TopPOption",
     "TypicalPOption",
     "check_early",
+    "check_output",
+    "duration",
     "load_pair",
     "parse_bias",
+    "parsed",
 ]
+
+Value = TypeVar("Value")
 
 TargetOption = Annotated[
     str,
@@ -100,13 +107,14 @@ def load_pair(
     drafter_dtype: str | None = None,
 ) -> Pair:
     """The pair that a command names; notes about it go to stderr."""
+    from outrider.drafters import names_model
     from outrider.models import check_choices
     from outrider.pair import load
 
     check_choices(engine, dtype, device)
     if drafter_dtype is not None:
         check_choices(dtype=drafter_dtype)
-        if drafter in ("none", "lookup") or drafter.startswith("ngram:"):
+        if not names_model(drafter):
             raise UsageError(f"--drafter-dtype is for a drafting model, and {drafter} is none")
     if kv_memory is not None and not 0 < kv_memory < 1e6:
         raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
@@ -122,6 +130,29 @@ def load_pair(
     for notice in getattr(pair.target, "notices", ()):
         terminal.err.print(f"note: {notice}", style="dim")
     return pair
+
+
+def parsed(text: str, name: str, read: Callable[[str], Value]) -> tuple[Value, ...]:
+    """The values of an option that takes several, with commas between them."""
+    try:
+        return tuple(read(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(
+            f"--{name} must be values with commas between them, not {text!r} ({error})"
+        ) from error
+
+
+def check_output(out: Path) -> None:
+    """Refuse a file that could not be written, before the work; UsageError."""
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UsageError(
+            f"cannot write {str(out)!r}: pass a file in a folder that exists and can be written to"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or minutes where there are many."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def parse_bias(items: Sequence[str]) -> dict[int, float]:

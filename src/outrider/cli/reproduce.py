@@ -44,6 +44,8 @@ NUM_TOKENS = 48
 BENCH_GAMMAS = "1,3,5,7,adaptive"
 BENCH_TOKENS, BENCH_PROMPTS, BENCH_REPEATS = 64, 2, 2
 """Of the full run: enough for a dot on every curve, minutes with a small target."""
+MEASURED_TOKENS = 2000
+"""Of the target's text at each temperature; the paper's Table 3 has 10,000."""
 PROMPT = (
     "Correct the spelling of this text and change nothing else: The old lighthouse stod on a rock "
     "far from the shore. Every evening the keeper climed the stairs and lit the lamp. The lamp "
@@ -147,11 +149,26 @@ def _gather(
 ) -> tuple[Path | None, Path | None]:
     """The files for the tables; what was not given is measured now and kept in `folder`."""
     from outrider.cli.bench import bench as run_bench
+    from outrider.cli.measure import measure as run_measure
 
-    if bench is None:
-        bench = folder / "bench.json"
-        # Its rows are in the report; here only its progress is of interest.
-        with contextlib.redirect_stdout(io.StringIO()):
+    # What they print is in the report; here only their progress is of interest.
+    with contextlib.redirect_stdout(io.StringIO()):
+        if measurement is None:
+            measurement = folder / "measurement.json"
+            run_measure(
+                target=models.target,
+                drafter=[models.drafter],
+                tokens=MEASURED_TOKENS,
+                rounds=False,
+                contexts="256",
+                batches="1",
+                out=measurement,
+                engine=models.engine,
+                dtype=models.dtype,
+                device=models.device,
+            )
+        if bench is None:
+            bench = folder / "bench.json"
             run_bench(
                 target=models.target,
                 drafter=[models.drafter],

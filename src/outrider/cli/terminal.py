@@ -62,4 +62,5 @@ def _decoded(data: bytes, source: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
+    """A number in that form, or a dash for none."""
     return "-" if value is None else format(value, form)

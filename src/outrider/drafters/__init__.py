@@ -18,7 +18,7 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Verdict
 
-__all__ = ["Drafter", "make_drafter"]
+__all__ = ["Drafter", "make_drafter", "names_model"]
 
 
 class Drafter(Protocol):
@@ -60,6 +60,11 @@ class Drafter(Protocol):
     def release(self, sequence: History) -> None:
         """Forget a request that has ended; unknown ones are ignored."""
         ...
+
+
+def names_model(reference: str) -> bool:
+    """Whether a drafter's reference names a model, rather than a drafter that is none."""
+    return reference not in ("none", "lookup") and not reference.startswith("ngram:")
 
 
 def make_drafter(

@@ -16,7 +16,7 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "widened"]
 
 _LOG = logging.getLogger("outrider")
 
@@ -73,7 +73,7 @@ class ModelDrafter:
                     if i not in logits:  # no room although it had all of it
                         limits[i] = step
                         continue
-                    row = self._widened(logits[i])
+                    row = widened(logits[i], self._target_vocab_size)
                     try:
                         law = policies[i].probs(row, sequences[i], tokens[i])[0]
                     except NothingToDraw:  # what the policy allows, this vocabulary does not have
@@ -161,9 +161,10 @@ class ModelDrafter:
         self._foreign[sequence] = len(sequence)
         return max(0, self.model.context_length - len(sequence) + 1)
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """[n, V of the drafter] -> [n, V of the target]."""
-        missing = self._target_vocab_size - logits.shape[1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
-        return logits[:, : self._target_vocab_size]
+
+def widened(logits: Tensor, vocab_size: int) -> Tensor:
+    """[n, V of the drafter] -> [n, `vocab_size`]: cut, or padded with -infinity."""
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+    return logits[:, :vocab_size]

@@ -19,14 +19,13 @@ curve, that is, that nothing costs time which the formula does not know.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.costs import Costs, measure_costs, time_pass
+from outrider.costs import Costs, measure_costs
 from outrider.models import Model
 from outrider.requests import Result, Round
 
@@ -128,20 +127,15 @@ def measure_batch_costs(
     if size == 1:
         return BatchCosts(alone, alone, 1)
     positions = [n for n in alone.positions if n <= 2 or n * size <= _WIDEST_PASS]
-
-    def median(model: Model, num_positions: int) -> float:
-        room = min(context, model.context_length - num_positions)
-        times = [
-            time_pass(model, num_positions, context=room, num_sequences=size)
-            for _ in range(repeats + 1)
-        ]
-        return statistics.median(times[1:])
-
-    curve: list[float] = []
-    for n in positions:
-        curve.append(max([median(target, n), *curve[-1:]]))  # a fall is noise
-    step = 0.0 if drafter is None else median(drafter, 1)
-    return BatchCosts(alone, Costs(tuple(positions), tuple(curve), step, context), size)
+    batch = measure_costs(
+        target,
+        drafter,
+        positions=positions,
+        context=context,
+        repeats=repeats,
+        num_sequences=size,
+    )
+    return BatchCosts(alone, batch, size)
 
 
 def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:

@@ -315,6 +315,7 @@ class CausalModel:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.device = module.device
+        self.num_parameters = int(module.num_parameters())
         self.dtype = str(module.dtype).removeprefix("torch.")
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
         self.context_length = context_length(module.config)
