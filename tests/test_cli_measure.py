@@ -19,7 +19,8 @@ from test_cli import Outcome, Run, assert_refused
 run = test_cli.run  # the fixture
 
 TOYS = ("--target", "toy:target", "--drafter", "toy:near")
-SMALL = ("--tokens", "90", "--contexts", "16", "--batches", "1")
+SMALL_TEXT = ("--tokens", "90")
+SMALL_COST = ("--contexts", "16", "--batches", "1")
 NAMES = ["toy:near", "lookup", "unigram", "bigram", "random"]
 
 
@@ -28,7 +29,9 @@ def measure(run: Run) -> Callable[..., Outcome]:
     """`outrider measure` on the toys, small; a later flag replaces an earlier one."""
 
     def call(*arguments: str) -> Outcome:
-        return run("measure", *TOYS, *SMALL, *arguments)
+        text = () if "--cost-only" in arguments else SMALL_TEXT
+        cost = () if "--no-cost" in arguments else SMALL_COST
+        return run("measure", *TOYS, *text, *cost, *arguments)
 
     return call
 
@@ -169,7 +172,7 @@ def test_texts_that_end_too_soon_are_told(
 
     monkeypatch.setattr(toy, "load_toy", ending)
     options = ("--no-cost", "--no-rounds", "--prompts", str(file), "--temperature", "0")
-    outcome = run("measure", *TOYS, *SMALL, *options)
+    outcome = run("measure", *TOYS, *SMALL_TEXT, *options)
     assert outcome.code == 0, outcome.err
     assert "the texts of all prompts have 1 of 90 tokens" in outcome.err
 
