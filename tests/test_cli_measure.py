@@ -107,24 +107,15 @@ def test_the_curve_is_whole_with_full_curve_and_short_with_quick(
     assert len(numbers("--quick")) < len(numbers()) < 33
 
 
-def test_quick_measures_600_tokens_and_what_is_given_counts(run: Run) -> None:
-    def amount(*options: str) -> object:
-        outcome = run(
-            "measure",
-            *TOYS,
-            "--cost-only",
-            "--contexts",
-            "16",
-            "--batches",
-            "1",
-            "--json",
-            *options,
-        )
-        return outcome.facts["provenance"]["arguments"]["tokens"]
-
-    assert amount() == 10_000
-    assert amount("--quick") == 600
-    assert amount("--quick", "--tokens", "700") == 700
+@pytest.mark.parametrize(
+    ("given", "quick", "expected"),
+    [(None, False, 10_000), (None, True, 600), (700, True, 700), (700, False, 700)],
+)
+def test_quick_measures_600_tokens_and_what_is_given_counts(
+    given: int | None, quick: bool, expected: int
+) -> None:
+    amounts = command._amounts(given, None, None, [], quick, False, False)
+    assert amounts.num_tokens == expected
 
 
 def test_curves_are_measured_at_every_context_and_batch(measure: Callable[..., Outcome]) -> None:

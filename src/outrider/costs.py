@@ -109,7 +109,9 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
         )
     notify(f"timing passes of {name} once, for the draft length")
     # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
-    costs = measure_costs(target, drafter, typical=min)
+    costs = measure_costs(target, drafter, repeats=3, typical=min)
+    for model in models:
+        model.forget()
     with contextlib.suppress(OSError):  # nothing depends on its being kept
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")

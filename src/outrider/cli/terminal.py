@@ -16,11 +16,13 @@ err = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
 
 
 def one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     return " ".join(message.split())
 
 
 def read_prompt(argument: str) -> str:
+    """The prompt that an argument stands for: text, - for stdin, @FILE, @@ for an @."""
     if argument == "-":
         if sys.stdin is None:
             raise UsageError("there is no stdin to read the prompt from; pass text or @FILE")
@@ -43,6 +45,7 @@ def utf8(text: str, what: str) -> str:
 
 
 def read_file(path: Path) -> str:
+    """A file's text; UsageError where it cannot be read or is not UTF-8."""
     try:
         data = path.expanduser().read_bytes()
     except (OSError, RuntimeError, ValueError) as error:

@@ -90,7 +90,7 @@ class SuffixIndex:
         return len(self._link) - 1
 
 
-_SURETY = {1: 0.2, 2: 0.5}
+_SURETY = {1: 0.2, 2: 0.5}  # by the length of the match
 _AHEAD = 8
 """Tokens whose sureties are told before they are drafted."""
 
@@ -99,8 +99,7 @@ class LookupDrafter:
     """Drafts the continuation of the longest earlier match; a point mass on each token.
 
     Args:
-        min_match: tokens that must match for drafts of a fixed length. Adaptive lengths take any
-            match: how good short ones are on this text is learned.
+        min_match: tokens that must match; shorter matches draft nothing.
     """
 
     name = "lookup"
@@ -129,7 +128,7 @@ class LookupDrafter:
                 index.append(token)
             length, end = index.match()
             drawn: list[int] = []
-            if length >= (self._min_match if more is always else 1):
+            if length >= self._min_match:
                 # A match may overlap the end (a text that repeats itself): behind the last token
                 # the copy goes on with what it has copied.
                 period = len(index.tokens) - end

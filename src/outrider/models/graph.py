@@ -188,6 +188,7 @@ def _is_constant(node: ov.Node) -> bool:
 
 
 def known_windows(config: PretrainedConfig) -> list[int]:
+    """`sliding_windows`, where an unknown kind of layer means that the model does not convert."""
     try:
         return sliding_windows(config)
     except UnsupportedModel as error:
@@ -195,6 +196,7 @@ def known_windows(config: PretrainedConfig) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
+    """What a foreign error says in one line; of untranslated operations, their names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     operations = sorted({word for line in lines for word in line.split() if "aten::" in word})
     if operations:  # what OpenVINO could not translate is in the middle of its message

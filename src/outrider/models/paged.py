@@ -104,6 +104,8 @@ class PagedModel:
                 "KV_CACHE_PRECISION": precision,
                 # Threads bound to cores wait for whatever else runs there.
                 "ENABLE_CPU_PINNING": False,
+                # Kernels are kept for every width of a pass that came up, and widths change.
+                "CPU_RUNTIME_CACHE_CAPACITY": 5000,
                 # Otherwise int8 weights would meet activations rounded to 8 bits as well.
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             },
