@@ -814,7 +814,9 @@ def test_a_memory_without_room_for_one_block_is_refused_with_the_numbers(memory:
 
 
 def test_the_memory_is_filled_with_whole_blocks() -> None:
-    assert paged_model("llama", kv_memory=3 * 8192 + 8191).pool.num_blocks == 3
+    model = paged_model("llama", kv_memory=3 * 8192 + 8191)
+    assert model.pool.num_blocks == 3
+    assert model.kv_bytes_per_token == 8192 / 32
 
 
 def test_without_a_number_there_is_room_for_one_sequence_of_full_length_at_least() -> None:

@@ -67,7 +67,7 @@ class PagedModel:
     Attributes:
         pool: the blocks of its cache.
         weights: the file its weights came from, if they came from one.
-        kv_bytes_per_cached_token: memory that a token's keys and values take in all layers.
+        kv_bytes_per_token: memory that a token's keys and values take in all layers.
 
     Raises:
         UnsupportedModel: the graph does not take paged attention.
@@ -229,7 +229,7 @@ class PagedModel:
         per_block = sum(
             int(np.prod(shapes[port.get_any_name()])) * port.element_type.size for port in ports
         )
-        self.kv_bytes_per_cached_token = per_block // _BLOCK_SIZE
+        self.kv_bytes_per_token = per_block // _BLOCK_SIZE
         if kv_memory is None:
             whole = per_block * -(-self.context_length // _BLOCK_SIZE)
             kv_memory = min(max(_LEAST_KV_MEMORY, whole), _free_memory() // 2)
