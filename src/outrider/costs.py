@@ -22,10 +22,12 @@ from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.cache import cache_folder
 
-__all__ = ["Costs", "kept_costs", "measure_costs", "time_pass"]
+__all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_pass"]
 
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
+_WIDEST_PASS = 96
+"""Most rows of a pass over several sequences: curves are straight before, and passes slow."""
 _FORMAT = "costs 1"
 
 
@@ -118,6 +120,13 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
         unfinished.write_text(json.dumps(costs.as_dict()))
         unfinished.replace(file)
     return costs
+
+
+def curve_positions(positions: Sequence[int], num_sequences: int) -> list[int]:
+    """Those of `positions` that are measured for each of so many sequences side by side."""
+    return [
+        n for n in positions if n <= 2 or num_sequences == 1 or n * num_sequences <= _WIDEST_PASS
+    ]
 
 
 def measure_costs(

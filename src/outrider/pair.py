@@ -133,11 +133,16 @@ class Pair:
         request = self.request(prompt, **settings)
         return self.engine().stream(request)
 
+    @property
+    def drafting_model(self) -> Model | None:
+        """The drafter's model; None for a drafter that is none."""
+        return self.drafter.model if isinstance(self.drafter, ModelDrafter) else None
+
     def forget(self) -> None:
         """Start cold: give up what ended requests have left in the models' caches."""
         self.target.forget()
-        if isinstance(self.drafter, ModelDrafter):
-            self.drafter.model.forget()
+        if self.drafting_model is not None:
+            self.drafting_model.forget()
 
     def encode(
         self, prompt: PromptLike, *, system: str | None = None, raw: bool = False
@@ -223,13 +228,12 @@ def pair_with(
         OutriderError: see `make_drafter`.
     """
     proposer = make_drafter(drafter, target, engine=engine, dtype=dtype, device=device)
-    costs = None
+    pair = Pair(target, proposer, max_batch=max_batch)
     if proposer is not None and target.engine != "toy":
         from outrider.models.checkpoints import to_stderr
 
-        drafting = proposer.model if isinstance(proposer, ModelDrafter) else None
-        costs = kept_costs(target, drafting, notify=to_stderr)
-    return Pair(target, proposer, max_batch=max_batch, costs=costs)
+        pair.costs = kept_costs(target, pair.drafting_model, notify=to_stderr)
+    return pair
 
 
 def check_settings(settings: Settings) -> Request:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.costs import curve_positions
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.measure.alpha import RandomDrafter
@@ -16,7 +17,6 @@ from outrider.measure.cost import (
     POSITIONS,
     cost_facts,
     curve_places,
-    curve_positions,
     measure_curve,
     measure_drafter,
     num_parameters,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -92,7 +91,6 @@ def bench(
     from outrider.measure.grid import Grid
     from outrider.measure.prompts import choose_tasks, read_prompts, shipped_prompts
     from outrider.measure.provenance import provenance
-    from outrider.measure.report import write_whole
 
     given = {"tokens": tokens, "prompts_per_task": prompts_per_task, "repeats": repeats}
     amounts = (_QUICK if quick else _FULL) | {k: n for k, n in given.items() if n is not None}
@@ -129,9 +127,8 @@ def bench(
         "rows": [row.as_dict() for row in rows],
         "provenance": provenance(_arguments(models, grid, items)),
     }
-    if out is not None and kept is not None:
-        write_whole(out, json.dumps(facts, indent=1) + "\n")
-        kept.remove()
+    if kept is not None:
+        kept.finish(facts)
     if as_json:
         print(json.dumps(facts))
     else:
@@ -184,9 +181,10 @@ def _unfinished(
 def _arguments(
     models: Mapping[str, object], grid: Grid, items: Sequence[PromptItem]
 ) -> dict[str, object]:
-    digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()[:16]
+    from outrider.measure.prompts import digest
+
     tasks = list(dict.fromkeys(item.task for item in items))
-    return {**models, **asdict(grid), "tasks": tasks, "prompts": digest}
+    return {**models, **asdict(grid), "tasks": tasks, "prompts": digest(items)}
 
 
 def _finished_rows(kept: Unfinished | None) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -109,9 +108,8 @@ def measure(
         )
     if cost_only and (tokens is not None or prompts is not None or top_k or top_p != 1.0):
         raise UsageError("--tokens, --prompts, --top-k, --top-p are about alpha; drop --cost-only")
-    from outrider.measure.prompts import read_prompts, shipped_prompts
+    from outrider.measure.prompts import digest, read_prompts, shipped_prompts
     from outrider.measure.provenance import provenance, source_digest
-    from outrider.measure.report import write_whole
     from outrider.measure.unfinished import Unfinished
 
     names = list(dict.fromkeys(drafter or []))
@@ -139,7 +137,7 @@ def measure(
         "dtype": dtype,
         "device": device,
         "drafter_dtype": drafter_dtype,
-        "prompts": hashlib.sha256(repr(items).encode()).hexdigest()[:16],
+        "prompts": digest(items),
     }
     kept = None
     if out is not None:
@@ -161,9 +159,8 @@ def measure(
         _save_what_there_is(rows, kept, as_json=as_json)
         raise
     facts["provenance"] = provenance(arguments)
-    if out is not None and kept is not None:
-        write_whole(out, json.dumps(facts, indent=1) + "\n")
-        kept.remove()
+    if kept is not None:
+        kept.finish(facts)
     if as_json:
         print(json.dumps(facts))
         return

@@ -8,7 +8,6 @@ suffix of the text that occurred before, not one of a fixed length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 
 from outrider.draft_length import GoOn, always
 from outrider.errors import UsageError
@@ -121,8 +120,8 @@ class LookupDrafter:
     ) -> list[Draft]:
         """Tokens copied from behind the match; when it runs into the end, it goes round."""
         drafts = []
-        asked = go_on or repeat(always)
-        for sequence, gamma, more in zip(sequences, gammas, asked, strict=False):
+        asked = go_on or [always] * len(sequences)
+        for sequence, gamma, more in zip(sequences, gammas, asked, strict=True):
             index = self._indexes.setdefault(sequence, SuffixIndex())
             for token in sequence.tokens[len(index.tokens) :]:
                 index.append(token)

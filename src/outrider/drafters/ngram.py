@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -184,8 +183,8 @@ class NgramDrafter:
     ) -> list[Draft]:
         """Point-mass drafts; empty only when the table is."""
         drafts = []
-        asked = go_on or repeat(always)
-        for sequence, gamma, more in zip(sequences, gammas, asked, strict=False):
+        asked = go_on or [always] * len(sequences)
+        for sequence, gamma, more in zip(sequences, gammas, asked, strict=True):
             prefix = sequence.tokens[max(0, len(sequence) - self._table.order + 1) :]
             drawn: list[int] = []
             while len(drawn) < gamma and more([_SURETY] * len(drawn), [_SURETY]):

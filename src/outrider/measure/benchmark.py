@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.decoding import Engine
-from outrider.drafters.model import ModelDrafter
 from outrider.errors import ContextOverflow
 from outrider.measure.grid import Cell, Grid, Row, Setting
 from outrider.measure.prediction import (
@@ -29,7 +28,6 @@ from outrider.measure.prediction import (
     steps_of,
 )
 from outrider.measure.prompts import PromptItem
-from outrider.models import Model
 from outrider.pair import Pair
 from outrider.requests import Request, Result
 from outrider.sampling import SamplingPolicy
@@ -169,7 +167,7 @@ class Benchmark:
         if (drafter, cell.batch) not in self._costs:
             pair = self._pairs[drafter]
             self._costs[drafter, cell.batch] = measure_batch_costs(
-                pair.target, _drafting_model(pair), cell.batch, context=self._context
+                pair.target, pair.drafting_model, cell.batch, context=self._context
             )
         key = (side, cell.temperature, cell.batch)
         if key not in self._outside_ms:
@@ -225,7 +223,7 @@ class Benchmark:
         outside = {
             side: self._outside_ms[side, cell.temperature, cell.batch] for side in (None, setting)
         }
-        drafter_reads = costs.alone.c if _drafting_model(self._pairs[setting.drafter]) else 0.0
+        drafter_reads = costs.alone.c if self._pairs[setting.drafter].drafting_model else 0.0
         plain_ms = fast_ms = 0.0
         for slow, fast in zip(chain(*plain), chain(*speculative), strict=True):
             steps = steps_of(slow.results)
@@ -333,7 +331,3 @@ def _reading_ms(run: _Run) -> float:
 
 def _all_ids(runs: list[list[_Run]]) -> list[list[int]]:
     return [result.token_ids for turns in runs for run in turns for result in run.results]
-
-
-def _drafting_model(pair: Pair) -> Model | None:
-    return pair.drafter.model if isinstance(pair.drafter, ModelDrafter) else None

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outrider.costs import CALIBRATION_POSITIONS, Costs, measure_costs
+from outrider.costs import CALIBRATION_POSITIONS, Costs, curve_positions, measure_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.drafters.model import ModelDrafter
@@ -32,7 +32,6 @@ __all__ = [
     "QUICK_POSITIONS",
     "cost_facts",
     "curve_places",
-    "curve_positions",
     "measure_curve",
     "measure_drafter",
     "num_parameters",
@@ -43,8 +42,6 @@ POSITIONS = CALIBRATION_POSITIONS
 QUICK_POSITIONS = (1, 2, 3, 5, 9, 17)
 FULL_POSITIONS = tuple(range(1, 34))
 
-_WIDEST_PASS = 96
-"""Most rows of a pass over several sequences: curves are straight before, and passes slow."""
 _USUAL_CONTEXT = 256
 """The curve that comes first is the one for the context closest to this."""
 _GAMMA = 5
@@ -63,11 +60,6 @@ def curve_places(
     room = target.context_length - max(QUICK_POSITIONS)
     fitting = [n for n in contexts if n <= room] or [max(1, target.context_length // 2)]
     return [(context, batch) for batch in batches for context in fitting]
-
-
-def curve_positions(positions: Sequence[int], batch: int) -> list[int]:
-    """Those of `positions` that are measured for each of `batch` sequences."""
-    return [n for n in positions if n <= 2 or batch == 1 or n * batch <= _WIDEST_PASS]
 
 
 def measure_curve(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+from outrider.costs import curve_positions
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
@@ -26,7 +27,6 @@ from outrider.measure.alpha import (
 from outrider.measure.cost import (
     cost_facts,
     curve_places,
-    curve_positions,
     measure_curve,
     measure_drafter,
 )

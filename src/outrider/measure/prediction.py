@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.costs import Costs, measure_costs
+from outrider.costs import Costs, curve_positions, measure_costs
 from outrider.models import Model
 from outrider.requests import Result, Round
 
@@ -37,9 +37,6 @@ __all__ = [
     "outside_ms_per_row",
     "steps_of",
 ]
-
-_WIDEST_PASS = 96
-"""Most rows of a pass that is timed in a batch: curves are straight before, and passes slow."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,10 @@ def measure_batch_costs(
         alone = measure_costs(target, drafter, context=context, repeats=repeats)
     if size == 1:
         return BatchCosts(alone, alone, 1)
-    positions = [n for n in alone.positions if n <= 2 or n * size <= _WIDEST_PASS]
     batch = measure_costs(
         target,
         drafter,
-        positions=positions,
+        positions=curve_positions(alone.positions, size),
         context=context,
         repeats=repeats,
         num_sequences=size,

@@ -6,6 +6,7 @@ form of Spec-Bench's `question.jsonl` (Xia et al., ACL Findings 2024) and of MT-
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from outrider.errors import UsageError
 
-__all__ = ["TASKS", "PromptItem", "choose_tasks", "read_prompts", "shipped_prompts"]
+__all__ = ["TASKS", "PromptItem", "choose_tasks", "digest", "read_prompts", "shipped_prompts"]
 
 TASKS = ("chat", "translation", "summary", "questions", "mathematics", "retrieval")
 """The kinds of the shipped prompts."""
@@ -55,6 +56,11 @@ class PromptItem:
     task: str
     turns: tuple[str, ...]
     id: int
+
+
+def digest(items: Sequence[PromptItem]) -> str:
+    """Tells whether two measurements were made on the same prompts."""
+    return hashlib.sha256(repr(list(items)).encode()).hexdigest()[:16]
 
 
 def shipped_prompts() -> list[PromptItem]:

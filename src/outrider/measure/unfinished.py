@@ -24,6 +24,7 @@ class Unfinished:
     """
 
     def __init__(self, output: Path, conditions: Mapping[str, object]) -> None:
+        self._output = output
         self.path = output.with_name(output.name + ".unfinished.jsonl")
         head = json.dumps(conditions, sort_keys=True)
         try:
@@ -52,8 +53,9 @@ class Unfinished:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def remove(self) -> None:
-        """The result is written: nothing is unfinished any more."""
+    def finish(self, result: Mapping[str, object]) -> None:
+        """Write the result; nothing is unfinished any more."""
+        write_whole(self._output, json.dumps(result, indent=1) + "\n")
         self.path.unlink(missing_ok=True)
 
     def _lines(self) -> list[str]:
