@@ -2,8 +2,8 @@
 
 1. The model is traced once by OpenVINO's PyTorch frontend, with its past keys and values as plain
    inputs and outputs.
-2. Past inputs and outputs become state: the form in which OpenVINO knows a decoder, and in which
-   the graph is saved.
+2. Past inputs and outputs become state: the form in which OpenVINO knows a decoder.
+3. Projections of one input become one (`fusion`). So it is saved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from outrider.models.architecture import eos_ids
 from outrider.models.checkpoints import quietly
+from outrider.models.fusion import merge_projections
 from outrider.models.graph import Graph, NotConverted, first_line, known_windows
 from outrider.models.openvino import apply_make_stateful_transformation, convert_model, ops, ov
 
@@ -37,6 +38,7 @@ def convert(module: PreTrainedModel) -> Graph:
         with quietly(), torch.inference_mode(False), torch.no_grad():
             decoder = _traced(module)
             _make_stateful(decoder)
+            merge_projections(decoder)
     except Exception as error:  # whatever a foreign model does under a tracer
         raise NotConverted(f"{kind} does not convert ({first_line(error)})") from error
     return Graph(decoder, windows, eos_ids(module, None))

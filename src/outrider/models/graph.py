@@ -1,7 +1,8 @@
 """The OpenVINO graph of a model: kept on disk, and given paged attention when it is loaded.
 
-At load attention becomes paged attention, sliding windows are set layer by layer, and the output
-projection is cut down to the rows somebody asked for. `conversion` makes the graph.
+At load attention becomes paged attention, sliding windows are set layer by layer, the output
+projection is cut down to the rows somebody asked for, and operations around attention are joined
+(`fusion`). `conversion` makes the graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from outrider.errors import UnsupportedModel, UsageError
 from outrider.models.architecture import refuse_recurrent, sliding_windows
 from outrider.models.cache import cache_folder, kept_folder, read_manifest
 from outrider.models.checkpoints import Checkpoint, identity, load_weights
+from outrider.models.fusion import (
+    flatten_attention,
+    is_constant,
+    paged_attentions,
+    rotate_together,
+)
 from outrider.models.openvino import ops, ov, paged_attention_transformation
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Graph", "NotConverted", "first_line", "kept_graph", "known_windows", "paged"]
 
-_FORMAT = "graph 1"
+_FORMAT = "graph 2"
 _GRAPH_FILE = "decoder.xml"
 _ELEMENTWISE = {"Add", "Convert", "Divide", "Multiply", "Tanh"}
 
@@ -127,13 +134,17 @@ def kept_graph(
     )
 
 
-def paged(graph: Graph) -> ov.Model:
+def paged(graph: Graph, *, float32: bool) -> ov.Model:
     """A copy of the graph with paged attention and a choice of rows; weights are shared.
 
     Inputs, for N tokens of B sequences end to end: input_ids and position_ids [N], past_lens [B],
     subsequence_begins [B + 1], block_indices, block_indices_begins [B + 1], max_context_len [],
     kept_rows [K] (which of the N positions logits are wanted for), key_cache.i and value_cache.i
     [blocks, heads, tokens per block, head size]. Output: logits [K, 1, V].
+
+    Args:
+        graph: from `kept_graph`.
+        float32: whether it will be computed in float32.
 
     Raises:
         UnsupportedModel: attention that the transformation does not recognise in every layer.
@@ -143,7 +154,7 @@ def paged(graph: Graph) -> ov.Model:
         paged_attention_transformation(decoder)
     except Exception as error:
         raise NotConverted(f"no paged attention ({first_line(error)})") from error
-    layers = [op for op in decoder.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
+    layers = paged_attentions(decoder)
     if len(layers) != len(graph.windows):
         raise NotConverted(f"paged attention in {len(layers)} of {len(graph.windows)} layers")
     for op in layers:
@@ -152,6 +163,9 @@ def paged(graph: Graph) -> ov.Model:
         op.input(10).replace_source_output(ops.constant(window).output(0))
     _cut_rows(decoder)
     decoder.validate_nodes_and_infer_types()
+    flatten_attention(decoder)
+    if float32:
+        rotate_together(decoder)
     return decoder
 
 
@@ -166,25 +180,17 @@ def _cut_rows(decoder: ov.Model) -> None:
     # From the logits back over what works on each row by itself (bias, scale, soft cap).
     target = decoder.output("logits").get_node().input(0)
     while (node := target.get_source_output().get_node()).get_type_name() in _ELEMENTWISE:
-        varying = [i for i in node.inputs() if not _is_constant(i.get_source_output().get_node())]
+        varying = [i for i in node.inputs() if not is_constant(i.get_source_output().get_node())]
         if len(varying) != 1:
             break
         [target] = varying
-    if node.get_type_name() == "MatMul" and _is_constant(node.input_value(1).get_node()):
+    if node.get_type_name() == "MatMul" and is_constant(node.input_value(1).get_node()):
         target = node.input(0)
     source = target.get_source_output()
     chosen = ops.gather(source.get_node(), rows, ops.constant(np.int64(0)))
     assert len(source.get_node().outputs()) == 1
     target.replace_source_output(chosen.output(0))
     decoder.add_parameters([rows])
-
-
-def _is_constant(node: ov.Node) -> bool:
-    """Whether a node is a weight, perhaps stored in another type or scaled."""
-    if node.get_type_name() == "Constant":
-        return True
-    inputs = [port.get_source_output().get_node() for port in node.inputs()]
-    return bool(inputs) and all(_is_constant(item) for item in inputs)
 
 
 def known_windows(config: PretrainedConfig) -> list[int]:

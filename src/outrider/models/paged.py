@@ -96,7 +96,7 @@ class PagedModel:
         self.weights = graph.weights
         precision = "bf16" if dtype != "float32" and computes_bfloat16() else "f32"
         compiled = ov.Core().compile_model(
-            paged(graph),
+            paged(graph, float32=precision == "f32"),
             "CPU",
             {
                 "PERFORMANCE_HINT": "LATENCY",
@@ -111,6 +111,13 @@ class PagedModel:
             },
         )
         self._request = compiled.create_infer_request()
+        # Set once: to find an input by its name takes longer than to fill it.
+        self._inputs = {}
+        for port in compiled.inputs:
+            if "_cache." not in (name_of := port.get_any_name()):
+                rank = len(port.partial_shape)
+                self._inputs[name_of] = ov.Tensor(port.element_type, ov.Shape([1] * rank))
+                self._request.set_tensor(name_of, self._inputs[name_of])
         self.vocab_size = compiled.outputs[0].partial_shape[-1].get_length()
         self._caches = self._allocate(compiled, kv_memory)
         self.pool = BlockPool(len(self._caches[0]), block_size=_BLOCK_SIZE, copy=self._copy_block)
@@ -198,21 +205,22 @@ class PagedModel:
             begins.append(len(tokens))
             block_begins.append(len(blocks))
             longest = max(longest, end)
-        request = self._request
         for name, values in {
-            "input_ids": np.array(tokens, dtype=np.int64),
-            "position_ids": np.array(positions, dtype=np.int64),
-            "kept_rows": np.array(kept, dtype=np.int64),
-            "past_lens": np.array([piece.past for piece in pieces], dtype=np.int32),
-            "subsequence_begins": np.array(begins, dtype=np.int32),
-            "block_indices": np.array(blocks, dtype=np.int32),
-            "block_indices_begins": np.array(block_begins, dtype=np.int32),
-            "max_context_len": np.array(longest, dtype=np.int32),
+            "input_ids": tokens,
+            "position_ids": positions,
+            "kept_rows": kept,
+            "past_lens": [piece.past for piece in pieces],
+            "subsequence_begins": begins,
+            "block_indices": blocks,
+            "block_indices_begins": block_begins,
         }.items():
-            request.set_tensor(name, ov.Tensor(values))
-        request.infer()
+            tensor = self._inputs[name]
+            tensor.shape = ov.Shape([len(values)])
+            tensor.data[:] = values
+        self._inputs["max_context_len"].data[...] = longest
+        self._request.infer()
         # The output's memory is written again by the next pass.
-        logits = np.array(request.get_output_tensor(0).data, dtype=np.float32)
+        logits = np.array(self._request.get_output_tensor(0).data, dtype=np.float32)
         return torch.from_numpy(logits.reshape(len(kept), self.vocab_size))
 
     def _allocate(
