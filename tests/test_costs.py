@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from outrider.costs import Costs, kept_costs, measure_costs, time_pass
+from outrider.costs import Costs, kept_costs, measure_costs, time_passes
 from outrider.errors import UsageError
+from outrider.models import Feed
 from outrider.models.toy import ToyModel, hashed_law
 
 MODEL = ToyModel(hashed_law(5, seed=1), 5)
@@ -23,21 +27,22 @@ def test_between_measured_points_the_curve_is_linear_and_beyond_them_it_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("positions", "target_ms", "drafter_ms"),
+    ("positions", "target_ms", "drafter_ms", "change_ms"),
     [
-        ((), (), 0.0),
-        ((2, 3), (1.0, 1.0), 0.0),
-        ((1, 1), (1.0, 1.0), 0.0),
-        ((1, 2), (1.0,), 0.0),
-        ((1, 2), (0.0, 1.0), 0.0),
-        ((1, 2), (1.0, 1.0), -0.1),
+        ((), (), 0.0, 0.0),
+        ((2, 3), (1.0, 1.0), 0.0, 0.0),
+        ((1, 1), (1.0, 1.0), 0.0, 0.0),
+        ((1, 2), (1.0,), 0.0, 0.0),
+        ((1, 2), (0.0, 1.0), 0.0, 0.0),
+        ((1, 2), (1.0, 1.0), -0.1, 0.0),
+        ((1, 2), (1.0, 1.0), 0.0, -0.1),
     ],
 )
 def test_what_is_no_curve_is_refused(
-    positions: tuple[int, ...], target_ms: tuple[float, ...], drafter_ms: float
+    positions: tuple[int, ...], target_ms: tuple[float, ...], drafter_ms: float, change_ms: float
 ) -> None:
     with pytest.raises(UsageError):
-        Costs(positions, target_ms, drafter_ms=drafter_ms)
+        Costs(positions, target_ms, drafter_ms=drafter_ms, change_ms=change_ms)
 
 
 def test_a_model_is_timed_and_leaves_nothing_open() -> None:
@@ -46,7 +51,29 @@ def test_a_model_is_timed_and_leaves_nothing_open() -> None:
     assert list(costs.target_ms) == sorted(costs.target_ms)
     assert costs.drafter_ms > 0
     assert measure_costs(MODEL, None, positions=(1,), repeats=1).drafter_ms == 0
-    assert time_pass(MODEL, 2, context=0, num_sequences=3) > 0
+    assert min(time_passes(MODEL, 2, context=0, num_sequences=3)) > 0
+
+
+class Preparing(ToyModel):
+    """Takes 2 ms a position, and 6 ms more for another number of positions than the last."""
+
+    width = 0
+
+    def score(self, feeds: Sequence[Feed]) -> Tensor:
+        width = sum(len(feed.tokens) for feed in feeds)
+        time.sleep(0.002 * width + 0.006 * (width != self.width))
+        self.width = width
+        return super().score(feeds)
+
+
+def test_what_a_change_of_width_takes_is_told_apart() -> None:
+    """By turns every pass is a changed one; plain decoding's passes never are."""
+    model = Preparing(hashed_law(5, seed=1), 5)
+    costs = measure_costs(model, None, positions=(1, 3, 6), context=4, repeats=3)
+    assert costs.target_ms == pytest.approx((2.0, 6.0, 12.0), rel=0.25)
+    assert costs.change_ms == pytest.approx(6.0, rel=0.25)
+    only = measure_costs(model, None, positions=(1,), context=4, repeats=3)
+    assert (only.target(1), only.change_ms) == (pytest.approx(2.0, rel=0.25), 0.0)
 
 
 def test_positions_beyond_the_context_are_left_out() -> None:
@@ -64,7 +91,8 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     kept_costs(MODEL, MODEL, told.append)  # another drafter, other costs
     assert len(told) == 2
     [file, _] = sorted(tmp_path.rglob("costs.json"), key=lambda path: path.stat().st_mtime)
-    for damage in ("", "{}", '{"positions": [2], "target_ms": [1], "drafter_ms": 0, "context": 0}'):
+    wrong = '{"positions": [2], "target_ms": [1], "drafter_ms": 0, "context": 0, "change_ms": 0}'
+    for damage in ("", "{}", wrong):
         file.write_text(damage)
         again = kept_costs(MODEL, None, told.append)
         assert json.loads(file.read_text()) == json.loads(json.dumps(again.as_dict()))

@@ -22,13 +22,13 @@ from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.cache import cache_folder
 
-__all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_pass"]
+__all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_passes"]
 
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _WIDEST_PASS = 96
 """Most rows of a pass over several sequences: curves are straight before, and passes slow."""
-_FORMAT = "costs 1"
+_FORMAT = "costs 2"
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,15 @@ class Costs:
         target_ms: a target pass over that many positions.
         drafter_ms: one drafter step; for a drafter without a model, what a draft takes.
         context: tokens cached before those positions.
+        change_ms: what a pass takes on top when the pass before it had another number of positions;
+            an engine prepares for the shapes of a pass, and for the same again it has done so.
     """
 
     positions: tuple[int, ...] = (1, 33)
     target_ms: tuple[float, ...] = (1.0, 1.0)
     drafter_ms: float = 0.0
     context: int = 0
+    change_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no curve; UsageError."""
@@ -54,8 +57,9 @@ class Costs:
             raise UsageError(f"positions must rise from 1, not {self.positions!r}")
         if len(self.target_ms) != len(self.positions) or min(self.target_ms) <= 0.0:
             raise UsageError("target_ms must hold a time above 0 for each of the positions")
-        if self.drafter_ms < 0.0:
-            raise UsageError(f"drafter_ms must be 0 or more, not {self.drafter_ms!r}")
+        for name in ("drafter_ms", "change_ms"):
+            if getattr(self, name) < 0.0:
+                raise UsageError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
 
     def target(self, num_positions: float) -> float:
         """Milliseconds of a target pass over that many positions, between measured ones linear.
@@ -108,6 +112,7 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
             tuple(kept["target_ms"]),
             drafter_ms=kept["drafter_ms"],
             context=kept["context"],
+            change_ms=kept["change_ms"],
         )
     notify(f"timing passes of {name} once, for the draft length")
     # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
@@ -139,7 +144,7 @@ def measure_costs(
     num_sequences: int = 1,
     typical: Callable[[list[float]], float] = statistics.median,
 ) -> Costs:
-    """Time passes by turns.
+    """Time passes by turns: of each number of positions two, the first behind another number.
 
     Args:
         target: the model whose passes are verified with.
@@ -152,16 +157,18 @@ def measure_costs(
     """
     room = target.context_length - context
     kept = [n for n in positions if n <= room] or [1]
+    changed: dict[int, list[float]] = {n: [] for n in kept}
     times: dict[int, list[float]] = {n: [] for n in kept}
     steps: list[float] = []
     for turn in range(repeats + 1):
         for n in kept:
-            taken = time_pass(target, n, context=context, num_sequences=num_sequences)
+            first, second = time_passes(target, n, context=context, num_sequences=num_sequences)
             if turn:
-                times[n].append(taken)
+                changed[n].append(first)
+                times[n].append(second)
         if drafter is not None:
             behind = min(context, drafter.context_length - 1)
-            taken = time_pass(drafter, 1, context=behind, num_sequences=num_sequences)
+            _, taken = time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
             if turn:
                 steps.append(taken)
     # A pass over more positions does more: where a measured curve falls, that is noise.
@@ -169,11 +176,17 @@ def measure_costs(
     for n in kept:
         curve.append(max([typical(times[n]), *curve[-1:]]))
     drafter_ms = typical(steps) if steps else 0.0
-    return Costs(tuple(kept), tuple(curve), drafter_ms, context)
+    change_ms = 0.0
+    if len(kept) > 1:
+        rises = [typical(changed[n]) - typical(times[n]) for n in kept]
+        change_ms = max(0.0, statistics.median(rises))
+    return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms)
 
 
-def time_pass(model: Model, num_positions: int, *, context: int, num_sequences: int = 1) -> float:
-    """Milliseconds of one pass over `num_positions` of each sequence, behind `context` tokens."""
+def time_passes(
+    model: Model, num_positions: int, *, context: int, num_sequences: int = 1
+) -> tuple[float, float]:
+    """Milliseconds of two equal passes over `num_positions` of each sequence behind `context`."""
     ids = [(17 + 37 * i) % model.vocab_size for i in range(context + num_positions)]
     tables: list[CachedSequence] = []
     try:
@@ -185,9 +198,14 @@ def time_pass(model: Model, num_positions: int, *, context: int, num_sequences: 
                 model.score([Feed(table, begun[table.length : context], 1)])
             table.rollback(context)
         feeds = [Feed(table, ids[context:], num_positions) for table in tables]
-        started = time.perf_counter()
-        model.score(feeds)
-        return 1e3 * (time.perf_counter() - started)
+        taken = []
+        for _ in range(2):
+            started = time.perf_counter()
+            model.score(feeds)
+            taken.append(1e3 * (time.perf_counter() - started))
+            for table in tables:
+                table.rollback(context)
+        return taken[0], taken[1]
     finally:
         for table in tables:
             table.close()

@@ -270,6 +270,22 @@ def test_a_models_time_is_passes_steps_and_what_is_outside() -> None:
     )
 
 
+def test_passes_of_another_width_than_the_last_take_longer() -> None:
+    alone, crowd = (replace(costs, change_ms=ms) for costs, ms in ((ALONE, 4.0), (CROWD, 6.0)))
+    single = BatchCosts(alone, alone, 1)
+    flat = BatchCosts(ALONE, ALONE, 1)
+    for widths, changes in (((3, 3, 3), 0), ((3, 3, 0), 1), ((0, 3, 0, 3), 3)):
+        rounds = steps(*[(width,) for width in widths])
+        extra = modelled_ms(rounds, single, 0.0) - modelled_ms(rounds, flat, 0.0)
+        assert extra == pytest.approx(4.0 * changes)
+    # Of two requests one more token in all is another width.
+    rounds = steps((1, 1), (2, 0), (2, 1))
+    extra = modelled_ms(rounds, BatchCosts(alone, crowd, 2), 0.0) - modelled_ms(
+        rounds, BatchCosts(ALONE, CROWD, 2), 0.0
+    )
+    assert extra == pytest.approx(6.0)
+
+
 def test_costs_between_one_request_and_the_whole_batch_are_linear() -> None:
     costs = BatchCosts(ALONE, CROWD, 4)
     whole = modelled_ms(steps((1, 1, 1, 1)), costs, 0.0)
@@ -310,7 +326,7 @@ def test_rounds_of_one_step_are_found_by_their_times() -> None:
         Round((3,), 0, (8,), at(0.022, 0.002, 0.03, 0.056)),
     )
     second = traced(Round((4,), 1, (4, 7), at(0.02, 0.002, 0.03, 0.058)))
-    found = steps_of([first, second])
+    found = steps_of([second, first])  # in time, whoever began
     assert [step.drafted for step in found] == [(2,), (1, 1)]
     assert found[1].total_ms == pytest.approx(38.0)
     assert found[1].num_rows == 4

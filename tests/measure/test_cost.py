@@ -106,7 +106,8 @@ def test_what_the_policy_takes_is_outside_the_models() -> None:
 
 
 def curve(context: int, batch: int, target_ms: float) -> dict[str, object]:
-    return {"context": context, "batch": batch, "target_ms": target_ms, "verify_cost": {"1": 1.0}}
+    facts = {"context": context, "batch": batch, "target_ms": target_ms}
+    return {**facts, "verify_cost": {"1": 1.0}, "change_ms": 0.5}
 
 
 def test_the_usual_curve_is_that_of_one_sequence_and_a_middling_context() -> None:
@@ -122,7 +123,7 @@ def test_facts_have_the_main_drafter_on_top_and_c_of_all() -> None:
     }
     facts = cost_facts(MODEL, drafters, "near", [curve(256, 1, 10.0)], measured)
     assert (facts["c"], facts["drafter_ms"], facts["target_ms"]) == (0.2, 2.0, 10.0)
-    assert facts["outside_ms"] == 0.5
+    assert (facts["outside_ms"], facts["change_ms"]) == (0.5, 0.5)
     assert facts["drafters"]["lookup"]["c"] == pytest.approx(0.01)
     # A table has no operations; what the toys have is not known.
     assert facts["drafters"]["lookup"]["c_hat"] == 0.0

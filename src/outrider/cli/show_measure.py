@@ -88,6 +88,8 @@ def _sentence(cost: Facts) -> str:
     longest = max(map(int, curve))
     if longest > 1:
         text += f" Verifying {longest - 1} drafted tokens costs {curve[str(longest)]:.2f} steps."
+        change_ms = _number(cost, "change_ms")
+        text += f" A pass of another width than the one before takes {change_ms:.2g} ms more."
     if cost["bandwidth_gbs"] is not None:
         text += (
             f" A step reads {_number(cost, 'bytes_read_per_token') / 1e6:.0f} MB, "

@@ -1,7 +1,7 @@
 """What passes cost on this machine: the verify-cost curve, drafter steps, and what is around them.
 
 * v(n), the time of a target pass over n positions over that of a pass over 1, for several lengths
-  of context and several sequences side by side.
+  of context and several sequences side by side, and what a pass takes on top behind another width.
 * c of every drafter (Leviathan et al. 2023, Definition 3.7) and c_hat (Definition 3.10).
 * The time outside the models' passes, from rounds of a short real generation.
 * Bytes that a plain step reads, and the bandwidth that amounts to.
@@ -65,7 +65,7 @@ def curve_places(
 def measure_curve(
     target: Model, context: int, batch: int, *, positions: Sequence[int], repeats: int
 ) -> dict[str, object]:
-    """One curve, ready for JSON: {"context", "batch", "target_ms", "verify_cost"}.
+    """One curve, ready for JSON: {"context", "batch", "target_ms", "verify_cost", "change_ms"}.
 
     Args:
         target: the model.
@@ -87,6 +87,7 @@ def measure_curve(
         "batch": batch,
         "target_ms": costs.target(1),
         "verify_cost": {str(n): costs.verify_cost(n) for n in costs.positions},
+        "change_ms": costs.change_ms,
     }
 
 
@@ -168,6 +169,7 @@ def cost_facts(
         "target_ms": target_ms,
         "context": context,
         "verify_cost": usual["verify_cost"],
+        "change_ms": usual["change_ms"],
         "drafters": by_name,
         "contexts": list(curves),
         "num_parameters": parameters,

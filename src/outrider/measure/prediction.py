@@ -1,9 +1,10 @@
 """What a run should have taken, from costs measured apart from it.
 
-A step's time is modelled as a target pass over the drafted positions and one more, the drafter's
-steps, and the time outside the models. Summed over the rounds that a run really had, this is the
-paper's expected improvement (Leviathan et al. 2023, Theorem 3.8) with its two simplifications
-undone: for drafts of gamma tokens and long outputs the predicted speed-up tends to
+A step's time is modelled as a target pass over the drafted positions and one more, what such a pass
+takes on top behind one of another width, the drafter's steps, and the time outside the models.
+Summed over the rounds that a run really had, this is the paper's expected improvement (Leviathan et
+al. 2023, Theorem 3.8) with its two simplifications undone: for drafts of gamma tokens and long
+outputs the predicted speed-up tends to
 
     (1 + S_1 + ... + S_gamma) / (v(gamma + 1) + gamma * c + outside)
 
@@ -96,6 +97,11 @@ class BatchCosts:
         rise = self.batch.drafter_ms - self.alone.drafter_ms
         return self.alone.drafter_ms + self._share(num_requests) * rise
 
+    def change_ms(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What a pass over that many requests [n] takes on top behind one of another width."""
+        rise = self.batch.change_ms - self.alone.change_ms
+        return self.alone.change_ms + self._share(num_requests) * rise
+
     def _share(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
         return (num_requests - 1.0) / max(1, self.size - 1)
 
@@ -135,7 +141,7 @@ def measure_batch_costs(
 
 
 def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:
-    """The steps that requests of one engine shared, in no particular order.
+    """The steps that requests of one engine shared, one after another.
 
     Rounds of one step carry the very same times of drafter and target.
 
@@ -147,6 +153,7 @@ def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:
     for result in results:
         for item in result.trace[first:]:
             shared.setdefault((item.times.draft_s, item.times.target_s), []).append(item)
+    in_time = sorted(shared.items(), key=lambda item: item[1][0].times.start_s)
     return [
         Step(
             drafted=tuple(len(item.drafted) for item in rounds),
@@ -154,7 +161,7 @@ def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:
             target_ms=1e3 * target_s,
             total_ms=1e3 * max(item.times.end_s - item.times.start_s for item in rounds),
         )
-        for (draft_s, target_s), rounds in shared.items()
+        for (draft_s, target_s), rounds in in_time
     ]
 
 
@@ -174,11 +181,11 @@ def outside_ms_per_row(steps: Sequence[Step], costs: BatchCosts) -> float:
 def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> float:
     """Milliseconds that the steps of one run should take, the reading of prompts left out.
 
-    One request, drafted [3, 3, 0]: target passes over 4, 4 and 1 positions, 6 drafter steps, and
-    9 times `outside_ms`.
+    One request, drafted [3, 3, 0]: target passes over 4, 4 and 1 positions, one change of width,
+    6 drafter steps, and 9 times `outside_ms`.
 
     Args:
-        steps: what was drafted for whom; their times are not used.
+        steps: what was drafted for whom, one after another; their times are not used.
         costs: of passes.
         outside_ms: outside the models, per verified position.
     """
@@ -189,4 +196,6 @@ def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> 
     drafter_steps = np.array([max(step.drafted) for step in steps], dtype=np.float64)
     target_ms = costs.target_ms(num_requests, rows / num_requests)
     drafter_ms = drafter_steps * costs.drafter_ms(num_requests)
-    return float(np.sum(target_ms + drafter_ms + rows * outside_ms))
+    changes = np.diff(rows, prepend=rows[0]) != 0.0
+    change_ms = changes * costs.change_ms(num_requests)
+    return float(np.sum(target_ms + change_ms + drafter_ms + rows * outside_ms))
