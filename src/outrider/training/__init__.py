@@ -1,0 +1,1 @@
+"""Making a drafter for a target from the target's own text."""

@@ -1,0 +1,239 @@
+"""A drafter for a target, made in one run that may end anywhere and go on.
+
+    folder/                 the drafter: a checkpoint as any other, beside it
+      vocabulary.safetensors    which of the target's ids it knows (`models.trimmed`)
+      README.md                 what it was made from, and how well it does
+      making/                   everything it is made from; may be deleted afterwards
+        run.json                  the settings: another call must have the same
+        shard-00000.safetensors   the target's text and laws
+        student.pt                weights and optimiser of the training so far
+
+The stages are text, vocabulary, student, training, judgement. What a stage has finished is on disk,
+whole; a call with the same settings goes on behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from outrider.errors import UsageError
+from outrider.models import Model
+from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
+from outrider.training.conversations import chat_frame
+from outrider.training.learning import Evaluation, Recipe, lessons, train
+from outrider.training.losses import LOSSES
+from outrider.training.shards import Shard, read_shard, shard_file, shards_in, write_shard
+from outrider.training.student import (
+    StudentShape,
+    choose_vocabulary,
+    make_student,
+    read_as_closest,
+)
+from outrider.training.writing import Writer
+
+__all__ = ["Plan", "Progress", "distil"]
+
+_MAKING = "making"
+_HELD_OUT = 0.02
+"""Share of the shards that is judged by and not learnt from; at least one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run depends on.
+
+    Attributes:
+        tokens: that the target shall write.
+        shape: of the drafter.
+        vocab_size: V', ids it knows.
+        recipe: of the training.
+        time_limit: seconds of training at most.
+        prompts: users' turns, to be answered; empty lets the target write them too.
+        rows: conversations written side by side.
+        passes: of a shard.
+        seed: of the text.
+    """
+
+    tokens: int = 1_000_000
+    shape: StudentShape = field(default_factory=lambda: StudentShape(4, 256))
+    vocab_size: int = 8192
+    recipe: Recipe = field(default_factory=Recipe)
+    time_limit: float = math.inf
+    prompts: tuple[str, ...] = ()
+    rows: int = 48
+    passes: int = 400
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can be made of; UsageError."""
+        if self.tokens < 1:
+            raise UsageError(f"tokens must be at least 1, got {self.tokens}")
+        if self.recipe.loss not in LOSSES:
+            raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.recipe.loss!r}")
+        for name in ("vocab_size", "rows", "passes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        stage: "text" or "training".
+        done, total: tokens written, or steps.
+        seconds: of this stage in this call.
+        loss: of the last step.
+        judged: on text held out, where that was looked at just now.
+    """
+
+    stage: str
+    done: int
+    total: int
+    seconds: float
+    loss: float | None = None
+    judged: Evaluation | None = None
+
+
+def distil(
+    target: Model,
+    module: Callable[[], PreTrainedModel],
+    folder: Path,
+    plan: Plan,
+    tell: Callable[[Progress], None] = lambda _: None,
+) -> Evaluation:
+    """Make a drafter for `target` in `folder`, or go on making it.
+
+    Args:
+        target: writes the text; any engine.
+        module: gives its weights, when they are needed.
+        folder: of the drafter.
+        plan: what to make.
+        tell: called often.
+
+    Returns:
+        How the drafter does on text held out.
+
+    Raises:
+        UsageError: the folder holds another run or other files, cannot be written, or the plan does
+            not fit the target. Whatever was written stays.
+    """
+    making = _open_run(folder, target, plan)
+    shards = _text(target, making, plan, tell)
+    num_held_out = max(1, round(_HELD_OUT * len(shards)))
+    if num_held_out >= len(shards):
+        raise UsageError(
+            f"{plan.tokens} tokens are one shard of {plan.rows * plan.passes}; at least two are "
+            "needed, one to learn from and one to judge by: ask for more tokens"
+        )
+    model = module()
+    vocabulary = _vocabulary(target, model, shards[num_held_out:], plan)
+    ends = target.eos_ids
+    student = make_student(model, vocabulary.kept, plan.shape, eos_ids=ends, seed=plan.recipe.seed)
+    del model
+    held_out = lessons(shards[:num_held_out], vocabulary.kept, vocabulary.read_as)
+    taught = lessons(shards[num_held_out:], vocabulary.kept, vocabulary.read_as)
+    begun = time.monotonic()
+
+    def told(step: int, num_steps: int, loss: float, judged: Evaluation | None) -> None:
+        tell(Progress("training", step, num_steps, time.monotonic() - begun, loss, judged))
+
+    judged = train(
+        student,
+        taught,
+        held_out,
+        plan.recipe,
+        state=making / "student.pt",
+        time_limit=plan.time_limit,
+        tell=told,
+    )
+    save_drafter(student, vocabulary, folder)
+    return judged
+
+
+def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path) -> None:
+    """Write a student as a checkpoint, in bfloat16, with its vocabulary beside it."""
+    student.to(torch.bfloat16).save_pretrained(folder)
+    write_vocabulary(folder, vocabulary)
+
+
+def _open_run(folder: Path, target: Model, plan: Plan) -> Path:
+    """The folder of what the drafter is made from, its settings checked or written."""
+    making = folder / _MAKING
+    settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
+    # How long to train may change between calls.
+    settings.pop("time_limit")
+    file = making / "run.json"
+    try:
+        if file.is_file():
+            found = json.loads(file.read_text())
+            differing = sorted(name for name in settings if found.get(name) != settings[name])
+            if differing:
+                name = differing[0]
+                raise UsageError(
+                    f"{folder} holds a run with {name} {found.get(name)!r}, not "
+                    f"{settings[name]!r}; repeat that call to go on with it, or choose another "
+                    "folder"
+                )
+            return making
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"{folder} exists and holds no run to go on with; choose another folder"
+            )
+        making.mkdir(parents=True)
+        file.write_text(json.dumps(settings, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot use {folder}: {reason}") from error
+    return making
+
+
+def _text(target: Model, making: Path, plan: Plan, tell: Callable[[Progress], None]) -> list[Shard]:
+    """All shards, those that are missing written now."""
+    num_shards = -(-plan.tokens // (plan.rows * plan.passes))
+    have = {file.name for file in shards_in(making)}
+    missing = [n for n in range(num_shards) if shard_file(making, n).name not in have]
+    if missing:
+        assert target.tokenizer is not None
+        prompts = [target.tokenizer.encode(text, special=False) for text in plan.prompts]
+        writer = Writer(
+            target,
+            seed=plan.seed,
+            num_rows=plan.rows,
+            num_passes=plan.passes,
+            prompts=prompts or None,
+        )
+        begun, done = time.monotonic(), (num_shards - len(missing)) * writer.tokens_per_shard
+        for number in missing:
+            write_shard(shard_file(making, number), writer.shard(number))
+            done += writer.tokens_per_shard
+            total = num_shards * writer.tokens_per_shard
+            tell(Progress("text", done, total, time.monotonic() - begun))
+        target.forget()
+    return [read_shard(shard_file(making, number)) for number in range(num_shards)]
+
+
+def _vocabulary(
+    target: Model, module: PreTrainedModel, shards: Sequence[Shard], plan: Plan
+) -> Vocabulary:
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for shard in shards:
+        drawn = shard.tokens[shard.places.long()].long()
+        counts += torch.bincount(drawn, minlength=target.vocab_size)
+    assert target.tokenizer is not None
+    frame = chat_frame(target.tokenizer, target.eos_ids)
+    always = {*frame.opening, *frame.answer, *frame.turn, *frame.ends}
+    kept = choose_vocabulary(counts, plan.vocab_size, always)
+    embeddings = module.get_input_embeddings().weight.detach()[: target.vocab_size]
+    read_as = read_as_closest(embeddings, kept)
+    return Vocabulary(kept, read_as, tokenizer_digest(target.tokenizer))

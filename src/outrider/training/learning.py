@@ -1,0 +1,285 @@
+"""Training a student on a target's kept text.
+
+Every step reads some whole conversations and compares the student's law with the target's at the
+tokens of the answers, on the K ids that were kept and the rest (`losses`). The learning rate warms
+up and then falls along a cosine to a tenth. Progress is told in alpha on conversations held out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from outrider.training.conversations import Part
+from outrider.training.losses import LOSSES, acceptance, on_kept_ids
+from outrider.training.shards import Shard
+
+__all__ = ["Evaluation", "Lesson", "Recipe", "evaluate", "lessons", "train"]
+
+_WARM_UP = 0.02
+_LAST_RATE = 0.1
+_KEEP_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        loss: a name in `losses.LOSSES`.
+        rate: learning rate at its highest.
+        batch_tokens: of a step, frames and users' words included.
+        epochs: how often every conversation is read.
+        seed: of their order.
+    """
+
+    loss: str = "mix"
+    rate: float = 1e-3
+    batch_tokens: int = 4096
+    epochs: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One conversation in the student's ids.
+
+    Attributes:
+        ids: int64 [n].
+        places: int64 [A], indices of the answer's tokens, each at least 1.
+        top_ids: int64 [A, K] in the student's ids, -1 for what it cannot propose.
+        top_probs: float32 [A, K] of the target.
+    """
+
+    ids: Tensor
+    places: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a student does on conversations held out.
+
+    Attributes:
+        alpha: mean of sum min(p, q) at temperature 1, on the kept ids: a lower bound.
+        greedy: how often its most likely id is the target's.
+        num_tokens: positions.
+    """
+
+    alpha: float
+    greedy: float
+    num_tokens: int
+
+
+def lessons(shards: Sequence[Shard], kept: Tensor, read_as: Tensor) -> list[Lesson]:
+    """What is to be learnt from shards: their conversations with an answer in them.
+
+    Args:
+        shards: of the target's text.
+        kept: int64 [V'].
+        read_as: int64 [V].
+    """
+    own = torch.full((len(read_as),), -1, dtype=torch.int64)
+    own[kept] = torch.arange(len(kept))
+    found = []
+    for shard in shards:
+        places = shard.places.long()
+        is_answer = shard.parts == int(Part.ANSWER)
+        bounds = torch.searchsorted(places, shard.begins.long()).tolist()
+        begins = shard.begins.tolist()
+        for index, (first, last) in enumerate(pairwise(bounds)):
+            chosen = torch.arange(first, last)[is_answer[first:last]]
+            if not len(chosen):
+                continue
+            ids = shard.tokens[begins[index] : begins[index + 1]].long()
+            found.append(
+                Lesson(
+                    read_as[ids],
+                    places[chosen] - begins[index],
+                    own[shard.top_ids[chosen].long()],
+                    shard.top_probs[chosen].float(),
+                )
+            )
+    return found
+
+
+def train(
+    student: LlamaForCausalLM,
+    taught: Sequence[Lesson],
+    held_out: Sequence[Lesson],
+    recipe: Recipe,
+    *,
+    state: Path | None = None,
+    time_limit: float = math.inf,
+    tell: Callable[[int, int, float, Evaluation | None], None] = lambda *_: None,
+    evaluate_every: int = 100,
+) -> Evaluation:
+    """Train a student in place; how it does in the end.
+
+    Args:
+        student: in float32.
+        taught: to learn from.
+        held_out: to judge by.
+        recipe: how.
+        state: a file where weights and optimiser are kept every minute, and gone on from.
+        time_limit: seconds; the learning rate falls in time for it.
+        tell: called after every step with its number, their number, the mean loss and, now and
+            then, an evaluation.
+        evaluate_every: steps between evaluations.
+    """
+    loss_of = LOSSES[recipe.loss]
+    batches = _batches(taught, recipe)
+    num_steps = max(1, len(batches))
+    optimiser = torch.optim.AdamW(
+        student.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    begun, spent, step = time.monotonic(), 0.0, 0
+    if state is not None and state.is_file():
+        found = torch.load(state, weights_only=True)
+        student.load_state_dict(found["student"])
+        optimiser.load_state_dict(found["optimiser"])
+        step, spent = int(found["step"]), float(found["seconds"])
+    last_kept = begun
+    student.train()
+    while step < num_steps:
+        now = time.monotonic()
+        progress = max(step / num_steps, (spent + now - begun) / time_limit)
+        if progress >= 1.0:
+            break
+        for group in optimiser.param_groups:
+            group["lr"] = recipe.rate * _rate_at(progress)
+        loss = _loss(student, [taught[index] for index in batches[step]], loss_of)
+        optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimiser.step()
+        step += 1
+        judged = None
+        if step % evaluate_every == 0:
+            judged = evaluate(student, held_out)
+        tell(step, num_steps, float(loss), judged)
+        if state is not None and time.monotonic() - last_kept > _KEEP_EVERY_S:
+            _keep(state, student, optimiser, step, spent + time.monotonic() - begun)
+            last_kept = time.monotonic()
+    if state is not None:
+        _keep(state, student, optimiser, step, spent + time.monotonic() - begun)
+    return evaluate(student, held_out)
+
+
+@torch.inference_mode()
+def evaluate(
+    student: LlamaForCausalLM, held_out: Sequence[Lesson], *, batch_tokens: int = 4096
+) -> Evaluation:
+    """How a student does on conversations it has not learnt from."""
+    was_training = student.training
+    student.eval()
+    accepted, agreed, number = 0.0, 0, 0
+    for batch in _grouped(held_out, range(len(held_out)), batch_tokens):
+        logits, top_ids, probs = _read(student, [held_out[index] for index in batch])
+        log_q, log_rest = on_kept_ids(logits, top_ids)
+        rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
+        accepted += float(acceptance(log_q, log_rest, probs, rest).sum())
+        agreed += int((logits.argmax(dim=-1) == top_ids[:, 0]).sum())
+        number += len(logits)
+    student.train(was_training)
+    return Evaluation(accepted / max(1, number), agreed / max(1, number), number)
+
+
+def _loss(
+    student: LlamaForCausalLM,
+    batch: Sequence[Lesson],
+    loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    logits, top_ids, probs = _read(student, batch)
+    log_q, log_rest = on_kept_ids(logits, top_ids)
+    rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
+    return loss_of(log_q, log_rest, probs, rest).mean()
+
+
+def _read(student: LlamaForCausalLM, batch: Sequence[Lesson]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [A, V'] where answers are predicted, the target's ids and probabilities [A, K]."""
+    longest = max(len(lesson.ids) for lesson in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    rows, places = [], []
+    for row, lesson in enumerate(batch):
+        ids[row, : len(lesson.ids)] = lesson.ids
+        rows.append(torch.full((len(lesson.places),), row))
+        places.append(lesson.places - 1)  # a token is predicted at the one before it
+    # What fills a row up comes behind all that counts, where causal attention does not look.
+    hidden = student.model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = student.lm_head(hidden[torch.cat(rows), torch.cat(places)])
+    top_ids = torch.cat([lesson.top_ids for lesson in batch])
+    return logits, top_ids, torch.cat([lesson.top_probs for lesson in batch])
+
+
+def _batches(taught: Sequence[Lesson], recipe: Recipe) -> list[list[int]]:
+    """Indices of the conversations of every step, every epoch in another order."""
+    steps: list[list[int]] = []
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for epoch in range(math.ceil(recipe.epochs)):
+        order = torch.randperm(len(taught), generator=generator).tolist()
+        share = min(1.0, recipe.epochs - epoch)
+        # Conversations of like length together, so that little is filled up.
+        part = order[: max(1, round(share * len(order)))]
+        chunks = [part[first : first + 256] for first in range(0, len(part), 256)]
+        made = []
+        for chunk in chunks:
+            chunk.sort(key=lambda index: len(taught[index].ids))
+            made += list(_grouped(taught, chunk, recipe.batch_tokens))
+        places = torch.randperm(len(made), generator=generator).tolist()
+        steps += [made[place] for place in places]
+    return steps
+
+
+def _grouped(
+    taught: Sequence[Lesson], order: Sequence[int], batch_tokens: int
+) -> Iterator[list[int]]:
+    """Indices in groups whose filled-up rows hold about `batch_tokens` tokens."""
+    group: list[int] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, len(taught[index].ids))
+        if group and longest * (len(group) + 1) > batch_tokens:
+            yield group
+            group, longest = [], len(taught[index].ids)
+        group.append(index)
+    if group:
+        yield group
+
+
+def _rate_at(progress: float) -> float:
+    """The learning rate as a share of its highest."""
+    if progress < _WARM_UP:
+        return (progress + 1e-3) / (_WARM_UP + 1e-3)
+    falling = (progress - _WARM_UP) / (1 - _WARM_UP)
+    return _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * falling)) / 2
+
+
+def _keep(
+    state: Path,
+    student: LlamaForCausalLM,
+    optimiser: torch.optim.Optimizer,
+    step: int,
+    seconds: float,
+) -> None:
+    unfinished = state.with_name(f".{state.name}.{os.getpid()}")
+    torch.save(
+        {
+            "student": student.state_dict(),
+            "optimiser": optimiser.state_dict(),
+            "step": step,
+            "seconds": seconds,
+        },
+        unfinished,
+    )
+    unfinished.replace(state)

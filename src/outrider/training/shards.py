@@ -1,0 +1,120 @@
+"""A target's text on disk, with its law at every token it drew: files of a fixed size.
+
+A shard holds whole rows of text end to end, and for every drawn token the most likely ids before it
+with their probabilities; what these leave out is the rest. It is written under another name first
+and then renamed: a shard is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.errors import UsageError
+
+__all__ = ["Shard", "read_shard", "shard_file", "shards_in", "write_shard"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some conversations and the target's law in them.
+
+    Attributes:
+        tokens: int32 [N], the conversations end to end.
+        begins: int32 [C + 1], where each begins; the last is N.
+        places: int32 [A], indices into `tokens` of those the target drew.
+        parts: uint8 [A], whose words they are (`conversations.Part`).
+        policies: uint8 [A], index of the policy each was drawn by.
+        top_ids: int32 [A, K], the K most likely ids before that token was drawn, falling.
+        top_probs: float16 [A, K], their probabilities at temperature 1 without any filter; the rest
+            of the mass is 1 minus their sum.
+    """
+
+    tokens: Tensor
+    begins: Tensor
+    places: Tensor
+    parts: Tensor
+    policies: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+
+    @property
+    def num_drawn(self) -> int:
+        """A, the tokens the target drew."""
+        return len(self.places)
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    """Where shard `number` is kept."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """Whole shards, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def write_shard(file: Path, shard: Shard) -> None:
+    """Keep a shard.
+
+    Raises:
+        UsageError: it cannot be written; what was kept before is untouched.
+    """
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: getattr(shard, name).contiguous() for name in Shard.__annotations__}, unfinished
+        )
+        with unfinished.open("rb") as handle:
+            os.fsync(handle.fileno())
+        unfinished.replace(file)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"cannot write {file}: {reason}; all shards before it are kept, and the same call goes "
+            "on from there"
+        ) from error
+
+
+def read_shard(file: Path) -> Shard:
+    """A kept shard.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    try:
+        return Shard(**load_file(file))
+    except (OSError, SafetensorError, TypeError) as error:
+        raise UsageError(
+            f"{file} is no shard: {error}; delete it to have it written again"
+        ) from error
+
+
+def joined(shards: Sequence[Shard]) -> Shard:
+    """Several shards as one."""
+    offsets = [0]
+    for shard in shards:
+        offsets.append(offsets[-1] + len(shard.tokens))
+    begins = [shard.begins[:-1] + offset for shard, offset in zip(shards, offsets, strict=False)]
+    return Shard(
+        tokens=torch.cat([shard.tokens for shard in shards]),
+        begins=torch.cat([*begins, torch.tensor([offsets[-1]], dtype=torch.int32)]),
+        places=torch.cat(
+            [shard.places + offset for shard, offset in zip(shards, offsets, strict=False)]
+        ),
+        parts=torch.cat([shard.parts for shard in shards]),
+        policies=torch.cat([shard.policies for shard in shards]),
+        top_ids=torch.cat([shard.top_ids for shard in shards]),
+        top_probs=torch.cat([shard.top_probs for shard in shards]),
+    )

@@ -1,0 +1,150 @@
+"""The drafter before it is trained: its vocabulary, its shape, and what it takes from the target.
+
+A standard Llama-form model with tied embeddings, so every engine and every other tool can load it.
+Where its width is the target's and the target is of Llama form, it begins as some of the target's
+own layers between the target's own embeddings: it can already read, and learns to predict in what
+is left of the depth. Where it is narrower, its embeddings begin as the target's, projected on their
+principal directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.errors import UsageError
+
+__all__ = ["StudentShape", "choose_vocabulary", "make_student", "read_as_closest"]
+
+
+@dataclass(frozen=True)
+class StudentShape:
+    """Size of a drafting model.
+
+    Attributes:
+        layers: how many.
+        width: of the hidden states; a multiple of 64, or the target's own.
+        mlp: width inside the MLP; 0 takes 8/3 of the width, or what the target has at its width.
+    """
+
+    layers: int
+    width: int
+    mlp: int = 0
+
+
+def choose_vocabulary(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
+    """The most frequent ids and those that must not miss, rising; int64 [size].
+
+    Args:
+        counts: [V], how often each id was drawn.
+        size: V', how many to keep; all of V if that is fewer.
+        always: special ids.
+
+    Raises:
+        UsageError: fewer than the special ids.
+    """
+    always = {token for token in always if 0 <= token < len(counts)}
+    if size < len(always) + 1:
+        raise UsageError(
+            f"a vocabulary must hold the {len(always)} special ids and more; got {size}"
+        )
+    ranks = counts.double().clone()
+    ranks[list(always)] = torch.inf
+    # Of equally rare ids the lower ones are the more usual: tokenizers number by frequency.
+    order = torch.argsort(ranks, descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def read_as_closest(embeddings: Tensor, kept: Tensor) -> Tensor:
+    """Of every id the place in `kept` of the id whose embedding points most nearly the same way.
+
+    Args:
+        embeddings: [V, d] of the target.
+        kept: [V'], rising.
+
+    Returns:
+        int64 [V]; a kept id is read as itself.
+    """
+    directions = torch.nn.functional.normalize(embeddings.float(), dim=1)
+    few = directions[kept]
+    closest = torch.cat([(part @ few.T).argmax(dim=1) for part in torch.split(directions, 4096)])
+    closest[kept] = torch.arange(len(kept))
+    return closest
+
+
+def make_student(
+    target: PreTrainedModel,
+    kept: Tensor,
+    shape: StudentShape,
+    *,
+    eos_ids: Collection[int],
+    seed: int,
+) -> LlamaForCausalLM:
+    """A student in float32 for the ids in `kept`.
+
+    Args:
+        target: of whose embeddings (and layers, if they fit) it begins.
+        kept: [V'], rising.
+        shape: its size.
+        eos_ids: the target's ids that end a text.
+        seed: of what begins at random.
+    """
+    config = target.config
+    embeddings = target.get_input_embeddings().weight.detach().float()
+    is_own = shape.width == embeddings.shape[1] and config.model_type == "llama"
+    places = {int(token): place for place, token in enumerate(kept.tolist())}
+    ends = sorted(places[token] for token in eos_ids if token in places)
+    head = 64 if shape.width % 64 == 0 else shape.width // 4
+    sizes: dict[str, object] = {
+        "intermediate_size": shape.mlp or -(-shape.width * 8 // 3 // 64) * 64,
+        "num_attention_heads": shape.width // head,
+        "num_key_value_heads": max(1, shape.width // head // 2),
+        "head_dim": head,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+    }
+    if is_own:
+        rope = getattr(config, "rope_parameters", None) or {}
+        sizes = {
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": getattr(config, "head_dim", None),
+            "rope_parameters": dict(rope) or None,
+            "rms_norm_eps": config.rms_norm_eps,
+        }
+    torch.manual_seed(seed)
+    student = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(kept),
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            max_position_embeddings=config.max_position_embeddings,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=ends or None,
+            pad_token_id=None,
+            **sizes,
+        )
+    ).float()
+    with torch.no_grad():
+        rows = embeddings[kept]
+        if is_own:
+            student.model.embed_tokens.weight.copy_(rows)
+            layers = target.model.layers
+            for index, layer in enumerate(student.model.layers):
+                # Spread over the depth, first and last among them.
+                source = round(index * (len(layers) - 1) / max(1, shape.layers - 1))
+                layer.load_state_dict(layers[source].state_dict())
+            student.model.norm.load_state_dict(target.model.norm.state_dict())
+        else:
+            centred = rows - rows.mean(dim=0)
+            directions = torch.linalg.svd(centred, full_matrices=False).Vh[: shape.width]
+            projected = torch.zeros(len(kept), shape.width)
+            projected[:, : len(directions)] = centred @ directions.T
+            student.model.embed_tokens.weight.copy_(0.02 * projected / projected.std())
+    return student
