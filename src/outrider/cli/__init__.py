@@ -14,6 +14,7 @@ import typer
 from outrider.cli import (  # noqa: F401 - they add their commands
     bench,
     chat,
+    distill,
     fit,
     generate,
     measure,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast, get_args
 
 from outrider.errors import UnsupportedModel, UsageError, VocabularyMismatch
@@ -172,7 +173,7 @@ def load_model(
             from outrider.models.graph import NotConverted
             from outrider.models.paged import load_paged
 
-            return cast(Model, load_paged(reference, dtype=dtype, kv_memory=kv_memory))
+            return _trimmed(load_paged(reference, dtype=dtype, kv_memory=kv_memory), reference)
         except NotConverted as error:
             refusal = str(error)
             if engine == "openvino":
@@ -184,10 +185,19 @@ def load_model(
         raise UsageError(f"{setting} needs the openvino engine; {reference} runs on torch here")
     from outrider.models.causal import load_causal
 
-    model = cast(Model, load_causal(reference, dtype=dtype, device=device))
+    model = _trimmed(load_causal(reference, dtype=dtype, device=device), reference)
     if refusal:
         print(f"{reference} runs on torch, not openvino: {refusal}", file=sys.stderr)
     return model
+
+
+def _trimmed(model: object, reference: str) -> Model:
+    """The model, or where its folder says that it knows few of its target's ids, that one."""
+    from outrider.models.trimmed import TrimmedModel, read_vocabulary
+
+    vocabulary = read_vocabulary(Path(reference).expanduser())
+    whole = cast(Model, model)
+    return whole if vocabulary is None else TrimmedModel(whole, vocabulary)
 
 
 def check_choices(engine: str = "auto", dtype: str = "auto", device: str = "auto") -> None:
@@ -222,6 +232,11 @@ def check_same_tokenizer(target: Model, drafter: Model) -> None:
     Raises:
         VocabularyMismatch: names the first id on which the two disagree.
     """
+    from outrider.models.trimmed import TrimmedModel
+
+    if isinstance(drafter, TrimmedModel):
+        drafter.check_tokenizer(target)
+        return
     if target.tokenizer is None or drafter.tokenizer is None:
         return
     ours, theirs = target.tokenizer.vocabulary(), drafter.tokenizer.vocabulary()

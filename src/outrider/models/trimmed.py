@@ -114,7 +114,7 @@ class TrimmedModel:
         self.dtype = model.dtype
         self.vocab_size = len(vocabulary.read_as)
         self.context_length = model.context_length
-        self.tokenizer = None
+        self.tokenizer: Tokenizer | None = None
         self.eos_ids = frozenset(int(vocabulary.kept[token]) for token in model.eos_ids)
         self.shares_prefixes = model.shares_prefixes
 

@@ -26,6 +26,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import UsageError
 from outrider.models import Model
+from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
 from outrider.training.conversations import chat_frame
 from outrider.training.learning import Evaluation, Recipe, lessons, train
@@ -161,7 +162,8 @@ def distil(
 
 def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path) -> None:
     """Write a student as a checkpoint, in bfloat16, with its vocabulary beside it."""
-    student.to(torch.bfloat16).save_pretrained(folder)
+    with quietly():
+        student.to(torch.bfloat16).save_pretrained(folder)
     write_vocabulary(folder, vocabulary)
 
 

@@ -167,7 +167,7 @@ def train(
         judged = None
         if step % evaluate_every == 0:
             judged = evaluate(student, held_out)
-        tell(step, num_steps, float(loss), judged)
+        tell(step, num_steps, float(loss.detach()), judged)
         if state is not None and time.monotonic() - last_kept > _KEEP_EVERY_S:
             _keep(state, student, optimiser, step, spent + time.monotonic() - begun)
             last_kept = time.monotonic()

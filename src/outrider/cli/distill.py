@@ -1,0 +1,135 @@
+"""`outrider distill`: a drafter made for a target, from what the target writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli import terminal
+from outrider.cli.app import app
+from outrider.cli.options import EngineOption, JsonOption, TargetOption, duration
+from outrider.cli.terminal import read_file
+from outrider.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from outrider.training.distillation import Progress
+
+__all__ = ["distill"]
+
+_TOLD_EVERY_S = 10.0
+
+
+def parse_count(text: str) -> int:
+    """A number of tokens as people write it: 300000, 300k or 2.5M.
+
+    Raises:
+        UsageError: it is none.
+    """
+    units = {"k": 1e3, "m": 1e6}
+    number, unit = (
+        (text[:-1], units[text[-1:].lower()]) if text[-1:].lower() in units else (text, 1)
+    )
+    try:
+        count = float(number.replace("_", "")) * unit
+    except ValueError:
+        count = math.nan
+    if not (count >= 1 and count == int(count)):
+        raise UsageError(f"tokens must be a whole number like 300000, 300k or 2.5M, not {text!r}")
+    return int(count)
+
+
+@app.command()
+def distill(
+    out: Annotated[Path, typer.Option(help="Folder of the drafter; a run that ended goes on.")],
+    target: TargetOption = "default",
+    tokens: Annotated[str, typer.Option(help="That the target writes: 300k, 2M.")] = "1M",
+    layers: Annotated[int, typer.Option(help="Of the drafter.")] = 4,
+    width: Annotated[int, typer.Option(help="Of its hidden states.")] = 256,
+    vocab_size: Annotated[int, typer.Option(help="Ids it knows, the most frequent ones.")] = 8192,
+    loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "mix",
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 4.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Users' turns to answer, one a line. Default: the target writes them."),
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="MINUTES", help="Of training.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of text, start and order.")] = 0,
+    engine: EngineOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Make a small drafter for a target from the target's own text."""
+    count = parse_count(tokens)
+    asked: tuple[str, ...] = ()
+    if prompts is not None:
+        asked = tuple(line.strip() for line in read_file(prompts).splitlines() if line.strip())
+        if not asked:
+            raise UsageError(f"{prompts} is empty: expected a user's turn on every line")
+    import torch
+
+    from outrider.models import check_choices, load_model
+    from outrider.models.checkpoints import find_checkpoint, load_weights
+    from outrider.training.distillation import Plan, distil
+    from outrider.training.learning import Recipe
+    from outrider.training.student import StudentShape
+
+    check_choices(engine)
+    plan = Plan(
+        tokens=count,
+        shape=StudentShape(layers, width),
+        vocab_size=vocab_size,
+        recipe=Recipe(loss=loss, rate=rate, epochs=epochs, seed=seed),
+        time_limit=math.inf if time_limit is None else 60.0 * time_limit,
+        prompts=asked,
+        seed=seed,
+    )
+    if target.startswith("toy:"):
+        raise UsageError(f"{target} has no weights to learn from; name a transformers model")
+    model = load_model(target, engine=engine)  # type: ignore[arg-type]
+
+    def module() -> PreTrainedModel:
+        return load_weights(find_checkpoint(target, torch.float32), torch.float32)
+
+    judged = distil(model, module, out, plan, _Teller())
+    facts = {
+        "folder": str(out),
+        "alpha": judged.alpha,
+        "greedy": judged.greedy,
+        "num_tokens": judged.num_tokens,
+    }
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        terminal.out.print(
+            f"{out}: alpha {judged.alpha:.2f} at temperature 1, {judged.greedy:.2f} greedy, on "
+            f"{judged.num_tokens} tokens held out; use it with --drafter {out}"
+        )
+
+
+class _Teller:
+    """Prints progress now and then."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.judged is None and now - self._last < _TOLD_EVERY_S:
+            return
+        self._last = now
+        left = progress.seconds * (progress.total - progress.done) / max(1, progress.done)
+        text = f"{progress.stage}: {progress.done} of {progress.total}"
+        if progress.loss is not None:
+            text += f", loss {progress.loss:.3f}"
+        if progress.judged is not None:
+            text += f", alpha {progress.judged.alpha:.3f}, greedy {progress.judged.greedy:.3f}"
+        terminal.err.print(f"{text}; about {duration(left)} left", style="dim")

@@ -1,0 +1,218 @@
+"""Runs that make a drafter: what they leave behind, where they end, how they go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.decoding import Engine
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import UsageError
+from outrider.models import load_model
+from outrider.models.trimmed import TrimmedModel, read_vocabulary
+from outrider.requests import Request
+from outrider.sampling import SamplingPolicy
+from outrider.training import distillation
+from outrider.training.learning import Recipe
+from outrider.training.shards import shards_in
+from training.tiny import PLAN, V, run, target
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter made in one go."""
+    folder = tmp_path_factory.mktemp("made") / "drafter"
+    assert apart(folder) == 0
+    return folder
+
+
+def apart(folder: Path, *, killed_after: int = 0) -> int:
+    """A run in a process of its own, whose number of threads is always the same; its exit code."""
+    script = Path(__file__).with_name("tiny.py")
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, str(script), str(folder), str(killed_after)]
+    return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path}).returncode
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in shards_in(folder / "making")
+    }
+
+
+def test_the_drafter_is_a_checkpoint_that_transformers_loads(made: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(made)
+    vocabulary = read_vocabulary(made)
+    assert vocabulary is not None
+    assert model.config.vocab_size == len(vocabulary.kept) == PLAN.vocab_size
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_both_engines_draft_with_it_and_the_text_is_the_targets(made: Path, engine: str) -> None:
+    model = load_model(str(made), engine=engine, dtype="float32")  # type: ignore[arg-type]
+    assert isinstance(model, TrimmedModel)
+    assert model.vocab_size == V
+    big = target()
+    drafter = ModelDrafter(model, target_vocab_size=V)
+    drafted = 0
+    for policy in (SamplingPolicy(), SamplingPolicy(temperature=1.0)):
+        for rule in ("block", "coupled"):
+            request = Request(
+                list(b"user: hello\nassistant:"),
+                policy,
+                max_new_tokens=30,
+                gamma=3,
+                rule=rule,
+                seed=1,
+            )
+            [fast] = Engine(big, drafter).generate([request])
+            drafted += fast.stats.drafted
+            if policy.temperature == 0 or rule == "coupled":
+                [plain] = Engine(big, None).generate([replace(request, gamma=0)])
+                assert fast.token_ids == plain.token_ids
+    assert drafted
+
+
+def test_training_brings_it_closer_to_the_target(tmp_path: Path) -> None:
+    longer = replace(PLAN, recipe=replace(PLAN.recipe, epochs=30.0))
+    shorter = replace(PLAN, recipe=replace(PLAN.recipe, epochs=0.01))
+    assert run(tmp_path / "long", longer).alpha > run(tmp_path / "short", shorter).alpha + 0.02
+
+
+# Calls of `tell`: three shards of text, then steps of training.
+@pytest.mark.parametrize("killed_after", [1, 2, 5])
+def test_a_killed_run_goes_on_with_the_same_text(
+    made: Path, tmp_path: Path, killed_after: int
+) -> None:
+    folder = tmp_path / "drafter"
+    assert apart(folder, killed_after=killed_after) == -signal.SIGKILL
+    before = digests(folder)
+    assert len(before) == min(killed_after, 3)
+    assert apart(folder) == 0
+    after = digests(folder)
+    assert {name: after[name] for name in before} == before
+    assert after == digests(made)
+    assert [file.name for file in (folder / "making").iterdir() if file.name[0] == "."] == []
+
+
+def test_training_goes_on_where_it_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.training import learning
+
+    monkeypatch.setattr(learning, "_KEEP_EVERY_S", 0.0)
+    folder = tmp_path / "drafter"
+
+    class Stop(Exception):
+        pass
+
+    steps: list[int] = []
+
+    def stop(progress: distillation.Progress) -> None:
+        if progress.stage == "training":
+            steps.append(progress.done)
+            if progress.done == 4:
+                raise Stop
+
+    with pytest.raises(Stop):
+        distillation.distil(target(), _module, folder, PLAN, stop)
+    again: list[int] = []
+
+    def note(progress: distillation.Progress) -> None:
+        if progress.stage == "training":
+            again.append(progress.done)
+
+    distillation.distil(target(), _module, folder, PLAN, note)
+    assert steps == [1, 2, 3, 4]
+    assert again[0] == 4  # the fourth step was not kept: `tell` came before
+    run(tmp_path / "straight")
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("drafter", "straight")
+    )
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _module() -> torch.nn.Module:
+    from training.tiny import module
+
+    return module()
+
+
+def test_a_folder_with_another_run_is_left_alone(made: Path) -> None:
+    before = digests(made)
+    with pytest.raises(UsageError, match="vocab_size 200, not 100"):
+        run(made, replace(PLAN, vocab_size=100))
+    with pytest.raises(UsageError, match="recipe"):
+        run(made, replace(PLAN, recipe=Recipe(loss="tv")))
+    assert digests(made) == before
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(UsageError, match="choose another folder"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+    with pytest.raises(UsageError):
+        run(tmp_path / "precious.txt" / "below")
+
+
+def test_a_damaged_settings_file_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "making").mkdir()
+    (tmp_path / "making" / "run.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot use"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 0}, "tokens"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"recipe": Recipe(loss="hinge")}, "loss must be one of"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(PLAN, **changes)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.training import shards
+
+    written = 0
+    save = shards.save_file
+
+    def full(tensors: object, file: Path) -> None:
+        nonlocal written
+        written += 1
+        if written == 2:
+            file.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(tensors, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        run(tmp_path / "drafter")
+    names = [path.name for path in (tmp_path / "drafter" / "making").iterdir()]
+    assert sorted(names) == ["run.json", "shard-00000.safetensors"]
+    settings = json.loads((tmp_path / "drafter" / "making" / "run.json").read_text())
+    assert settings["tokens"] == PLAN.tokens
+    run(tmp_path / "drafter")
+
+
+def test_too_little_text_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="ask for more tokens"):
+        run(tmp_path / "drafter", replace(PLAN, tokens=10))
