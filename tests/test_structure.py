@@ -27,6 +27,9 @@ LAYERS = [
 ]
 FRAMEWORKS = {
     "transformers": {
+        "training/distillation.py",
+        "training/learning.py",
+        "training/student.py",
         "models/architecture.py",
         "models/causal.py",
         "models/checkpoints.py",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel, VocabularyMismatch
 from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.sampling import single_threaded
 from outrider.text import Tokenizer
 
 __all__ = ["TrimmedModel", "Vocabulary", "read_vocabulary", "tokenizer_digest", "write_vocabulary"]
@@ -140,8 +141,9 @@ class TrimmedModel:
         few = self._model.score(
             [Feed(sequence, self._read(tokens), keep) for sequence, tokens, keep in feeds]
         )
-        logits = few.new_full((len(few), self.vocab_size), -math.inf)
-        return logits.index_copy_(1, self._kept.to(few.device), few)
+        with single_threaded():
+            logits = few.new_full((len(few), self.vocab_size), -math.inf)
+            return logits.index_copy_(1, self._kept.to(few.device), few)
 
     def room(self, sequence: CachedSequence) -> int:
         """As the small model's."""
