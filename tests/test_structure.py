@@ -200,7 +200,7 @@ def test_every_module_says_what_it_exports_and_documents_it() -> None:
     import importlib
 
     for path in files():
-        if path in ("__main__.py", "measure/__init__.py"):
+        if path in ("__main__.py", "measure/__init__.py", "training/__init__.py"):
             continue
         name = "outrider." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         module = importlib.import_module(name.removesuffix(".__init__"))

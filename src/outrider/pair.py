@@ -9,6 +9,7 @@ from typing import TypedDict, Unpack, cast, overload
 from outrider.costs import Costs, kept_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter, make_drafter
+from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 from outrider.models import Dtype, Model, load_model
@@ -136,7 +137,9 @@ class Pair:
     @property
     def drafting_model(self) -> Model | None:
         """The drafter's model; None for a drafter that is none."""
-        return self.drafter.model if isinstance(self.drafter, ModelDrafter) else None
+        if isinstance(self.drafter, (ModelDrafter, LookupFirst)):
+            return self.drafter.model
+        return None
 
     def forget(self) -> None:
         """Start cold: give up what ended requests have left in the models' caches."""

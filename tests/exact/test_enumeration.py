@@ -33,9 +33,11 @@ from outrider import decoding
 from outrider.costs import Costs
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter, fit_ngrams
 from outrider.models.toy import ToyModel, hashed_law
+from outrider.models.trimmed import TrimmedModel, Vocabulary
 from outrider.randomness import Purpose
 from outrider.requests import Request
 from outrider.sampling import History, SamplingPolicy
@@ -79,13 +81,27 @@ POLICIES = {
     ),
 }
 
+
+def trimmed() -> TrimmedModel:
+    """Knows ids 0 and 2, and reads 1 as 2."""
+    vocabulary = Vocabulary(torch.tensor([0, 2]), torch.tensor([0, 1, 1]), "")
+    return TrimmedModel(ToyModel(hashed_law(2, seed=5), 2), vocabulary)
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE),
     "small_vocabulary": lambda: ModelDrafter(
         ToyModel(hashed_law(2, seed=5), 2), target_vocab_size=SIZE
     ),
     "itself": lambda: ModelDrafter(ToyModel(TARGET, SIZE), target_vocab_size=SIZE),
+    "trimmed": lambda: ModelDrafter(trimmed(), target_vocab_size=SIZE),
     "lookup": LookupDrafter,
+    "lookup_first": lambda: LookupFirst(
+        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=2)
+    ),
+    "model_behind_lookup": lambda: LookupFirst(
+        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=9)
+    ),
     "ngram": lambda: NgramDrafter(fit_ngrams([[0, 1, 2, 2, 1, 0, 0, 2]], order=3, vocab_size=SIZE)),
     "uniform": lambda: UniformDrafter(SIZE),
     "hostile": lambda: HostileDrafter(SIZE, TARGET),
@@ -125,7 +141,9 @@ def test_a_round_keeps_the_joint_law(rule: str, policy: str, drafter: str) -> No
         assert distance(rule, policy, drafter, gamma) < EXACT
 
 
-@pytest.mark.parametrize("drafter", ["model", "lookup", "stopping", "uniform"])
+@pytest.mark.parametrize(
+    "drafter", ["model", "trimmed", "lookup", "lookup_first", "stopping", "uniform"]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_keeps_the_joint_law_for_long_drafts(rule: str, drafter: str) -> None:
     assert distance(rule, "everything", drafter, 4) < EXACT

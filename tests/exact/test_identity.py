@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from exact.controls import WRONG_RULES
 from exact.drafters import HostileDrafter, SoftGreedyDrafter, StoppingDrafter, UniformDrafter
@@ -14,9 +15,11 @@ from outrider.costs import Costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter, fit_ngrams
 from outrider.models.toy import ToyModel, hashed_law, mixed_law
+from outrider.models.trimmed import TrimmedModel, Vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 
@@ -37,6 +40,14 @@ def model_drafter(context_length: int = 4096) -> ModelDrafter:
     )
 
 
+def trimmed() -> TrimmedModel:
+    """Knows every second id, and reads the others as the one before."""
+    kept = torch.arange(0, SIZE, 2)
+    read_as = torch.arange(SIZE) // 2
+    law = hashed_law(len(kept), seed=33, order=2, sharpness=2.0)
+    return TrimmedModel(ToyModel(law, len(kept)), Vocabulary(kept, read_as, ""))
+
+
 def fitted() -> NgramDrafter:
     texts = [plain(Request(PROMPT, max_new_tokens=60)).token_ids]
     return NgramDrafter(fit_ngrams(texts, order=3, vocab_size=SIZE))
@@ -46,7 +57,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "near model": model_drafter,
     "short context": lambda: model_drafter(20),
     "itself": lambda: ModelDrafter(target(), target_vocab_size=SIZE),
+    "trimmed": lambda: ModelDrafter(trimmed(), target_vocab_size=SIZE),
     "lookup": LookupDrafter,
+    "lookup first": lambda: LookupFirst(model_drafter(), LookupDrafter(min_match=2)),
     "ngram": fitted,
     "uniform": lambda: UniformDrafter(SIZE),
     "hostile": lambda: HostileDrafter(SIZE, TARGET_LAW),
@@ -98,7 +111,9 @@ def random_request(random: np.random.Generator) -> Request:
     )
 
 
-@pytest.mark.parametrize("drafter", ["near model", "lookup", "uniform", "short context"])
+@pytest.mark.parametrize(
+    "drafter", ["near model", "lookup", "lookup first", "trimmed", "uniform", "short context"]
+)
 def test_a_request_does_not_depend_on_its_neighbours(drafter: str) -> None:
     random = np.random.default_rng(7)
     requests = [random_request(random) for _ in range(24)]

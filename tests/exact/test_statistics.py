@@ -31,6 +31,7 @@ from outrider import randomness, verification
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel, hashed_law
 from outrider.requests import Request
@@ -96,12 +97,16 @@ def g_test(counts: Counter[tuple[int, ...]], law: Law) -> float:
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE),
     "lookup": lambda: LookupDrafter(min_match=1),
+    "lookup first": lambda: LookupFirst(
+        ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=2)
+    ),
     "uniform": lambda: UniformDrafter(SIZE),
 }
 
 
 @pytest.mark.parametrize(
-    ("drafter", "start"), [("model", 0), ("model", 3), ("lookup", 2), ("uniform", 2)]
+    ("drafter", "start"),
+    [("model", 0), ("model", 3), ("lookup", 2), ("lookup first", 3), ("uniform", 2)],
 )
 @pytest.mark.parametrize("rule", verification.RULES)
 def test_the_loop_follows_the_law(rule: str, drafter: str, start: int) -> None:

@@ -21,6 +21,9 @@ from outrider.verification import Draft, Verdict
 __all__ = ["Drafter", "make_drafter", "names_model"]
 
 
+_LOOKUP_FIRST = "lookup+"
+
+
 class Drafter(Protocol):
     """A source of drafts for any number of requests at once.
 
@@ -64,7 +67,7 @@ class Drafter(Protocol):
 
 def names_model(reference: str) -> bool:
     """Whether a drafter's reference names a model, rather than a drafter that is none."""
-    return reference not in ("none", "lookup") and not reference.startswith("ngram:")
+    return reference.removeprefix(_LOOKUP_FIRST) not in ("none", "lookup") and not reference.startswith("ngram:")
 
 
 def make_drafter(
@@ -78,7 +81,8 @@ def make_drafter(
     """The drafter a reference names, checked against its target; None for "none".
 
     Args:
-        reference: "none", "lookup", "ngram:FILE", or a model reference (see `load_model`).
+        reference: "none", "lookup", "ngram:FILE", a model reference (see `load_model`), or
+            "lookup+" and a model reference: copies where the text repeats itself, else the model.
         target: the model that it will draft for.
         engine, dtype, device: for a drafting model.
 
@@ -105,8 +109,11 @@ def make_drafter(
                 f"{target.vocab_size}; fit a table with this target"
             )
         return NgramDrafter(table)
+    from outrider.drafters.lookup_first import LookupFirst
     from outrider.drafters.model import ModelDrafter
 
-    model = load_model(reference, engine=engine, dtype=dtype, device=device)
+    name = reference.removeprefix(_LOOKUP_FIRST)
+    model = load_model(name, engine=engine, dtype=dtype, device=device)
     check_same_tokenizer(target, model)
-    return ModelDrafter(model, target_vocab_size=target.vocab_size)
+    drafter = ModelDrafter(model, target_vocab_size=target.vocab_size)
+    return drafter if name == reference else LookupFirst(drafter)
