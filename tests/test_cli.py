@@ -450,7 +450,6 @@ def test_memory_for_keys_and_values_needs_the_engine_that_has_it(
 def test_a_drafter_of_another_dtype_changes_the_drafts_and_not_the_text(
     run: Run, folder: str
 ) -> None:
-    pytest.importorskip("nncf", reason="int8 needs nncf")
     arguments = (
         "--target",
         folder,

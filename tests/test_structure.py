@@ -38,7 +38,6 @@ FRAMEWORKS = {
         "models/seq2seq.py",
     },
     "openvino": {"models/openvino.py"},
-    "nncf": {"models/conversion.py"},
 }
 
 

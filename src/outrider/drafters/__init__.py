@@ -67,7 +67,10 @@ class Drafter(Protocol):
 
 def names_model(reference: str) -> bool:
     """Whether a drafter's reference names a model, rather than a drafter that is none."""
-    return reference.removeprefix(_LOOKUP_FIRST) not in ("none", "lookup") and not reference.startswith("ngram:")
+    return reference.removeprefix(_LOOKUP_FIRST) not in (
+        "none",
+        "lookup",
+    ) and not reference.startswith("ngram:")
 
 
 def make_drafter(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -131,11 +132,50 @@ def _make_stateful(decoder: ov.Model) -> None:
 
 
 def with_int8_weights(graph: Graph) -> Graph:
-    """The same graph with its weights rounded to 8 bits, a scale and a zero for every row."""
-    import nncf
+    """The same graph with its weights rounded to 8 bits, a scale and a zero for every output.
 
-    with quietly():
-        decoder = nncf.compress_weights(
-            graph.decoder.clone(), mode=nncf.CompressWeightsMode.INT8_ASYM
-        )
+    w is kept as q in 0..255 and read as (q - zero) * scale, scale = (max w - min w) / 255 over the
+    weights of one output (of one id, for embeddings), 0 always among the values that are hit.
+    """
+    decoder = graph.decoder.clone()
+    for op in decoder.get_ops():
+        if op.get_type_name() != "Constant" or op.get_element_type() != ov.Type.f32:
+            continue
+        axis = _summed_axis(op)
+        if axis is None:
+            continue
+        readers = list(op.output(0).get_target_inputs())
+        rounded = _rounded(op.data, axis)
+        for reader in readers:
+            reader.replace_source_output(rounded)
+    decoder.validate_nodes_and_infer_types()
     return Graph(decoder, graph.windows, graph.eos_ids)
+
+
+def _summed_axis(constant: ov.Node) -> int | None:
+    """The axis of a weight [.., ..] that products sum over; None for what is no weight."""
+    if len(constant.get_output_shape(0)) != 2:
+        return None
+    axes = set()
+    for reader in constant.output(0).get_target_inputs():
+        node = reader.get_node()
+        if node.get_type_name() == "MatMul" and reader.get_index() == 1:
+            axes.add(1 if node.get_attributes()["transpose_b"] else 0)
+        elif node.get_type_name() == "Gather" and reader.get_index() == 0:
+            axes.add(1)
+        else:
+            return None
+    return axes.pop() if len(axes) == 1 else None
+
+
+def _rounded(weight: NDArray[np.float32], axis: int) -> ov.Output:
+    low = np.minimum(weight.min(axis=axis, keepdims=True), 0.0)
+    high = np.maximum(weight.max(axis=axis, keepdims=True), 0.0)
+    scale = np.maximum((high - low) / 255.0, np.float32(1e-12)).astype(np.float32)
+    zero = np.rint(-low / scale)
+    kept = np.clip(np.rint(weight / scale) + zero, 0, 255).astype(np.uint8)
+    shifted = ops.subtract(
+        ops.convert(ops.constant(kept), "f32"),
+        ops.convert(ops.constant(zero.astype(np.uint8)), "f32"),
+    )
+    return ops.multiply(shifted, ops.constant(scale)).output(0)

@@ -7,7 +7,6 @@ projection is cut down to the rows somebody asked for, and operations around att
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from outrider.errors import UnsupportedModel, UsageError
+from outrider.errors import UnsupportedModel
 from outrider.models.architecture import refuse_recurrent, sliding_windows
 from outrider.models.cache import cache_folder, kept_folder, read_manifest
 from outrider.models.checkpoints import Checkpoint, identity, load_weights
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Graph", "NotConverted", "first_line", "kept_graph", "known_windows", "paged"]
 
-_FORMAT = "graph 2"
+_FORMAT = "graph 3"
 _GRAPH_FILE = "decoder.xml"
 _ELEMENTWISE = {"Add", "Convert", "Divide", "Multiply", "Tanh"}
 
@@ -80,7 +79,7 @@ def kept_graph(
     Raises:
         UnsupportedModel: it does not convert. That is remembered too: the next call says so at
             once.
-        UsageError: "int8" without nncf, or a cache that cannot be written.
+        UsageError: a cache that cannot be written.
     """
     known_windows(config)  # refuses before anything is read
     versions = (transformers.__version__, ov.get_version(), torch.__version__)
@@ -88,8 +87,6 @@ def kept_graph(
     refusal = cache_folder() / "graphs" / f"{name}.unsupported"
     if refusal.is_file():
         raise NotConverted(refusal.read_text())
-    if dtype == "int8" and importlib.util.find_spec("nncf") is None:
-        raise UsageError("int8 weights need nncf: pip install 'outrider[int8]'")
 
     def make(folder: Path) -> dict[str, object]:
         # Seconds of imports that a start with a kept graph does not need.
