@@ -178,7 +178,7 @@ class Pair:
 
 def load(
     target: str = "default",
-    drafter: str = "lookup",
+    drafter: str = "auto",
     *,
     engine: EngineName = "auto",
     dtype: Dtype = "auto",
@@ -191,7 +191,8 @@ def load(
 
     Args:
         target: "default", a folder, a `.gguf` file, a hub id, or `toy:NAME`.
-        drafter: "lookup", "ngram:FILE", "none", or a model reference like `target`.
+        drafter: "auto", "lookup", "ngram:FILE", "none", a model reference like `target`, or
+            "lookup+" and a model reference; see `drafters.make_drafter`.
         engine, dtype, device: see `load_model`.
         kv_memory: bytes for the target's keys and values; see `load_model`.
         drafter_dtype: of a drafting model; None for the target's. It changes how often drafts are

@@ -106,7 +106,7 @@ def bench(
     grid.check()
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
     items = choose_tasks(items, None if tasks is None else parsed(tasks, "tasks", str))
-    names = list(dict.fromkeys(drafter or ["lookup"]))
+    names = list(dict.fromkeys(drafter or ["auto"]))
     models = {
         "target": target,
         "drafters": names,

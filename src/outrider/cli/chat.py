@@ -43,7 +43,7 @@ __all__ = ["chat"]
 @app.command()
 def chat(
     target: TargetOption = "default",
-    drafter: DrafterOption = "lookup",
+    drafter: DrafterOption = "auto",
     gamma: GammaOption = None,
     rule: RuleOption = "block",
     temperature: TemperatureOption = 0.0,

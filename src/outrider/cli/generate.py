@@ -53,7 +53,7 @@ __all__ = ["generate"]
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text; - reads stdin, @FILE a file, @@ is an @.")],
     target: TargetOption = "default",
-    drafter: DrafterOption = "lookup",
+    drafter: DrafterOption = "auto",
     gamma: GammaOption = None,
     rule: RuleOption = "block",
     temperature: TemperatureOption = 0.0,

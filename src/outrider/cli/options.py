@@ -55,7 +55,10 @@ TargetOption = Annotated[
     typer.Option(help="To speed up: default, a folder, a .gguf file, a hub id or toy:NAME."),
 ]
 DrafterOption = Annotated[
-    str, typer.Option(help="What proposes: lookup, ngram:FILE, none, or a model as for --target.")
+    str,
+    typer.Option(
+        help="What proposes: auto, lookup, ngram:FILE, none, a model as for --target, lookup+MODEL."
+    ),
 ]
 GammaOption = Annotated[
     int | None,
@@ -127,6 +130,10 @@ def load_pair(
         kv_memory=None if kv_memory is None else int(kv_memory * 2**30),
         drafter_dtype=drafter_dtype,  # type: ignore[arg-type]
     )
+    if drafter_dtype is not None and pair.drafting_model is None:
+        raise UsageError(
+            f"--drafter-dtype is for a drafting model, and {drafter} is none for {target}"
+        )
     for notice in getattr(pair.target, "notices", ()):
         terminal.err.print(f"note: {notice}", style="dim")
     return pair

@@ -71,7 +71,7 @@ def reproduce(
         str | None, typer.Option(help="For the rounds that are shown; as for generate.")
     ] = None,
     target: TargetOption = "default",
-    drafter: DrafterOption = "lookup",
+    drafter: DrafterOption = "auto",
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
     engine: EngineOption = "auto",

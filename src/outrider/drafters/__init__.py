@@ -84,8 +84,10 @@ def make_drafter(
     """The drafter a reference names, checked against its target; None for "none".
 
     Args:
-        reference: "none", "lookup", "ngram:FILE", a model reference (see `load_model`), or
-            "lookup+" and a model reference: copies where the text repeats itself, else the model.
+        reference: "auto" (the drafter that comes with Outrider for this target, behind lookup; for
+            other targets, lookup alone), "none", "lookup", "ngram:FILE", a model reference (see
+            `load_model`), or "lookup+" and a model reference: copies where the text repeats itself,
+            else the model.
         target: the model that it will draft for.
         engine, dtype, device: for a drafting model.
 
@@ -93,6 +95,14 @@ def make_drafter(
         ModelNotFound: nothing is found under `reference`.
         VocabularyMismatch: its token ids are not the target's.
     """
+    if reference == "auto":
+        from outrider.drafters.registry import shipped_drafter
+
+        shipped = shipped_drafter(target)
+        reference = "lookup" if shipped is None else f"{_LOOKUP_FIRST}{shipped}"
+        # What a drafter's weights are rounded to moves its speed, never the law of the output.
+        if shipped is not None and dtype == "auto" and target.engine == "openvino":
+            dtype = "int8"
     if reference == "none":
         return None
     if reference == "lookup":

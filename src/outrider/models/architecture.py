@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "context_length",
     "eos_ids",
+    "form",
     "refuse_recurrent",
     "refuse_unsupported",
     "sliding_windows",
@@ -48,6 +49,13 @@ def _not_rolled_back(name: str, kind: str, what: str) -> UnsupportedModel:
         f"{name}: {kind} has {what}, which cannot be rolled back exactly after a rejected draft; "
         "choose a model with attention layers only"
     )
+
+
+def form(config: PretrainedConfig) -> str:
+    """What sort of model this is, whatever its weights: "llama-30x576-49152"."""
+    text = config.get_text_config(decoder=True)
+    layers, width = (getattr(text, name, 0) for name in ("num_hidden_layers", "hidden_size"))
+    return f"{config.model_type}-{layers}x{width}-{text.vocab_size}"
 
 
 def context_length(config: PretrainedConfig) -> int:

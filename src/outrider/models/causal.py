@@ -38,6 +38,7 @@ from outrider.models import CachedSequence, Dtype, Feed, Prompt
 from outrider.models.architecture import (
     context_length,
     eos_ids,
+    form,
     refuse_recurrent,
     refuse_unsupported,
 )
@@ -316,6 +317,7 @@ class CausalModel:
         self.eos_ids = eos_ids
         self.device = module.device
         self.num_parameters = int(module.num_parameters())
+        self.form = form(module.config)
         self.dtype = str(module.dtype).removeprefix("torch.")
         self.vocab_size = int(module.get_output_embeddings().weight.shape[0])
         self.context_length = context_length(module.config)

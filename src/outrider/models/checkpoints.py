@@ -30,6 +30,7 @@ from transformers import (
 
 from outrider.errors import ModelNotFound, OutriderError, UnsupportedModel, UsageError
 from outrider.models.cache import fingerprint, kept_folder
+from outrider.models.compact import is_compact, unfolded
 from outrider.text import Message
 
 if TYPE_CHECKING:  # importing the model classes takes seconds
@@ -106,6 +107,8 @@ def find_checkpoint(
             raise ModelNotFound(
                 f"{reference}: a model folder must hold a config.json; this one has none"
             )
+        if is_compact(path):
+            path = unfolded(path, notify or to_stderr)
         return Checkpoint(reference, str(path), is_local=True)
     if is_file:
         with path.open("rb") as file_start:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel, UsageError
 from outrider.models import CachedSequence, Dtype, Feed, Prompt
-from outrider.models.architecture import context_length, refuse_unsupported
+from outrider.models.architecture import context_length, form, refuse_unsupported
 from outrider.models.blocks import BlockPool, BlockTable
 from outrider.models.checkpoints import find_checkpoint, load_config, load_tokenizer, to_stderr
 from outrider.models.graph import Graph, kept_graph, paged
@@ -63,6 +63,7 @@ class PagedModel:
         eos_ids: ids that end a text.
         kv_memory: bytes for keys and values; None takes 2 GiB, or what one sequence of full length
             needs if that is more, but no more than half of the memory that is free.
+        form: see `architecture.form`.
 
     Attributes:
         pool: the blocks of its cache.
@@ -87,8 +88,10 @@ class PagedModel:
         tokenizer: Tokenizer | None = None,
         eos_ids: frozenset[int] = frozenset(),
         kv_memory: int | None = None,
+        form: str = "",
     ) -> None:
         self.name = name
+        self.form = form
         self.dtype = dtype
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -300,6 +303,7 @@ def load_paged(
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         kv_memory=kv_memory,
+        form=form(config),
     )
 
 
