@@ -57,6 +57,9 @@ def test_the_drafter_is_a_checkpoint_that_transformers_loads(made: Path) -> None
     assert vocabulary is not None
     assert model.config.vocab_size == len(vocabulary.kept) == PLAN.vocab_size
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    card = (made / "README.md").read_text()
+    assert "200 of the\n  target's 257 ids" in card
+    assert "loss kl" in card
 
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])

@@ -132,7 +132,7 @@ def test_equal_laws_cost_nothing_and_descending_leads_there(
     assert float(same) == pytest.approx(-math.log(1 - float(p[-1])), abs=1e-9) or abs(same) < 1e-9
     z = logits.clone().requires_grad_()
     optimiser = torch.optim.Adam([z], lr=0.05)
-    before = float(acceptance(*compared(p, z, V - 1)))
+    before = float(acceptance(*compared(p, logits, V - 1)))
     for _ in range(400):
         optimiser.zero_grad()
         loss(*compared(p, z, V - 1)).backward()

@@ -40,7 +40,7 @@ def parse_count(text: str) -> int:
         count = float(number.replace("_", "")) * unit
     except ValueError:
         count = math.nan
-    if not (count >= 1 and count == int(count)):
+    if not (1 <= count < math.inf and count == int(count)):
         raise UsageError(f"tokens must be a whole number like 300000, 300k or 2.5M, not {text!r}")
     return int(count)
 

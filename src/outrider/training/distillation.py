@@ -157,6 +157,8 @@ def distil(
         tell=told,
     )
     save_drafter(student, vocabulary, folder)
+    num_answers = sum(len(lesson.places) for lesson in taught)
+    (folder / "README.md").write_text(_card(target, plan, judged, num_answers), encoding="utf-8")
     return judged
 
 
@@ -165,6 +167,28 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
     with quietly():
         student.to(torch.bfloat16).save_pretrained(folder)
     write_vocabulary(folder, vocabulary)
+
+
+def _card(target: Model, plan: Plan, judged: Evaluation, num_answers: int) -> str:
+    """What there is to know about a drafter."""
+    turns = f"{len(plan.prompts)} given users' turns" if plan.prompts else "users' turns of its own"
+    return f"""# A drafter for {target.name}
+
+Made by `outrider distill`. It proposes tokens that {target.name} checks (speculative decoding), and
+is no use by itself.
+
+* Form: Llama, {plan.shape.layers} layers of width {plan.shape.width}, {plan.vocab_size} of the
+  target's {target.vocab_size} ids (`vocabulary.safetensors`); the others it reads as the closest of
+  these and never proposes.
+* Data: {num_answers} tokens of the target's answers to {turns}, drawn greedily, at temperature 0.7
+  within 0.9 of the mass, and at temperature 1; no other text.
+* Recipe: loss {plan.recipe.loss}, learning rate {plan.recipe.rate:g}, {plan.recipe.epochs:g}
+  epochs, seed {plan.seed}.
+* On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely
+  id is the target's in {judged.greedy:.3f} of them.
+
+Its weights come from the target's, and what holds for their licence holds for these.
+"""
 
 
 def _open_run(folder: Path, target: Model, plan: Plan) -> Path:
