@@ -20,7 +20,7 @@ from pathlib import Path
 
 from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
-from outrider.models.cache import cache_folder
+from outrider.models.cache import cache_folder, written_whole
 
 __all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_passes"]
 
@@ -121,9 +121,8 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
         model.forget()
     with contextlib.suppress(OSError):  # nothing depends on its being kept
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(costs.as_dict()))
-        unfinished.replace(file)
+        with written_whole(file) as unfinished:
+            unfinished.write_text(json.dumps(costs.as_dict()))
     return costs
 
 

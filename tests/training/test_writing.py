@@ -16,7 +16,6 @@ from outrider.models.toy import ToyModel, load_toy
 from outrider.training.conversations import Part
 from outrider.training.shards import (
     Shard,
-    joined,
     read_shard,
     shard_file,
     shards_in,
@@ -96,14 +95,6 @@ def test_a_shard_comes_back_as_it_was_kept(tmp_path: Path) -> None:
     assert shards_in(tmp_path / "new") == [shard_file(tmp_path / "new", 3)]
     assert same(read_shard(shard_file(tmp_path / "new", 3)), shard)
     assert shard.num_drawn == 3
-
-
-def test_shards_joined_keep_their_places() -> None:
-    one, other = some_shard(0), some_shard(1)
-    both = joined([one, other])
-    assert both.begins.tolist() == [0, 5, 12, 17, 24]
-    assert both.places.tolist() == [3, 4, 10, 15, 16, 22]
-    assert torch.equal(both.tokens[both.places[3:].long()], other.tokens[other.places.long()])
 
 
 def test_a_shard_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.draft_length import GoOn, always
 from outrider.errors import ModelNotFound, UsageError, VocabularyMismatch
+from outrider.models.cache import written_whole
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.text import Tokenizer
@@ -64,18 +65,13 @@ class NgramTable:
         for i, (contexts, tokens) in enumerate(zip(self.contexts, self.tokens, strict=True)):
             arrays |= {f"contexts{i}": contexts, f"tokens{i}": tokens}
         place = Path(path)
-        unfinished = place.with_name(f".{place.name}.{os.getpid()}.part")
-        try:
-            with unfinished.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    header=np.array([_FORMAT, self.order, self.vocab_size]),
-                    fingerprint=np.array(self.fingerprint),
-                    **arrays,  # type: ignore[arg-type]
-                )
-            os.replace(unfinished, place)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with written_whole(place) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(
+                file,
+                header=np.array([_FORMAT, self.order, self.vocab_size]),
+                fingerprint=np.array(self.fingerprint),
+                **arrays,  # type: ignore[arg-type]
+            )
 
 
 def fit_ngrams(

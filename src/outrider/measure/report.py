@@ -7,7 +7,6 @@ every file whole or not at all.
 from __future__ import annotations
 
 import html
-import os
 import re
 import tempfile
 import unicodedata
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from outrider.errors import UsageError
 from outrider.measure.traces import Piece
+from outrider.models.cache import written_whole
 
 __all__ = [
     "Block",
@@ -310,14 +310,10 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         UsageError: it cannot be written; what stood there before still stands.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with written_whole(path) as beside:
             beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from outrider.errors import UsageError
@@ -25,6 +25,7 @@ __all__ = [
     "is_whole",
     "kept_folder",
     "read_manifest",
+    "written_whole",
 ]
 
 MANIFEST = "outrider.json"
@@ -87,6 +88,22 @@ def kept_folder(
             "set OUTRIDER_CACHE to a folder that can be written and has room"
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that is moved to `path` once all of it is written.
+
+    Whoever reads `path` finds all of it or what stood there before; if writing fails, nothing is
+    left beside it.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 def is_whole(folder: Path, facts: Sequence[str] = ()) -> bool:

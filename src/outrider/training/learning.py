@@ -8,7 +8,6 @@ up and then falls along a cosine to a tenth. Progress is told in alpha on conver
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from outrider.models.cache import written_whole
 from outrider.training.conversations import Part
 from outrider.training.losses import LOSSES, acceptance, on_kept_ids
 from outrider.training.shards import Shard
@@ -272,14 +272,13 @@ def _keep(
     step: int,
     seconds: float,
 ) -> None:
-    unfinished = state.with_name(f".{state.name}.{os.getpid()}")
-    torch.save(
-        {
-            "student": student.state_dict(),
-            "optimiser": optimiser.state_dict(),
-            "step": step,
-            "seconds": seconds,
-        },
-        unfinished,
-    )
-    unfinished.replace(state)
+    with written_whole(state) as unfinished:
+        torch.save(
+            {
+                "student": student.state_dict(),
+                "optimiser": optimiser.state_dict(),
+                "step": step,
+                "seconds": seconds,
+            },
+            unfinished,
+        )

@@ -7,18 +7,16 @@ and then renamed: a shard is there whole, or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import UsageError
+from outrider.models.cache import written_whole
 
 __all__ = ["Shard", "read_shard", "shard_file", "shards_in", "write_shard"]
 
@@ -68,18 +66,14 @@ def write_shard(file: Path, shard: Shard) -> None:
     Raises:
         UsageError: it cannot be written; what was kept before is untouched.
     """
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    tensors = {name: getattr(shard, name).contiguous() for name in Shard.__annotations__}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: getattr(shard, name).contiguous() for name in Shard.__annotations__}, unfinished
-        )
-        with unfinished.open("rb") as handle:
-            os.fsync(handle.fileno())
-        unfinished.replace(file)
+        with written_whole(file) as unfinished:
+            save_file(tensors, unfinished)
+            with unfinished.open("rb") as handle:
+                os.fsync(handle.fileno())
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"cannot write {file}: {reason}; all shards before it are kept, and the same call goes "
@@ -99,22 +93,3 @@ def read_shard(file: Path) -> Shard:
         raise UsageError(
             f"{file} is no shard: {error}; delete it to have it written again"
         ) from error
-
-
-def joined(shards: Sequence[Shard]) -> Shard:
-    """Several shards as one."""
-    offsets = [0]
-    for shard in shards:
-        offsets.append(offsets[-1] + len(shard.tokens))
-    begins = [shard.begins[:-1] + offset for shard, offset in zip(shards, offsets, strict=False)]
-    return Shard(
-        tokens=torch.cat([shard.tokens for shard in shards]),
-        begins=torch.cat([*begins, torch.tensor([offsets[-1]], dtype=torch.int32)]),
-        places=torch.cat(
-            [shard.places + offset for shard, offset in zip(shards, offsets, strict=False)]
-        ),
-        parts=torch.cat([shard.parts for shard in shards]),
-        policies=torch.cat([shard.policies for shard in shards]),
-        top_ids=torch.cat([shard.top_ids for shard in shards]),
-        top_probs=torch.cat([shard.top_probs for shard in shards]),
-    )
