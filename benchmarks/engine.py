@@ -3,9 +3,9 @@
     python benchmarks/engine.py [--target REF] [--drafter REF] [--json] [--skip transformers batch]
 
 * passes: milliseconds of a target pass over n positions behind 128 cached tokens.
-* plain: milliseconds per token of plain decoding; of transformers' `generate` with the same weights
-  in the same turns; and the time to read the weights once at the read bandwidth measured in the
-  same turns.
+* plain: milliseconds per token of plain decoding, the prompt's pass included; of transformers'
+  `generate` with the same weights in the same turns; and of a plain step behind the prompt beside
+  the time to read as many bytes as the weights have, once, in the seconds after it.
 * rounds: how much of a speculative round is spent outside `score` of target and drafter.
 * batch: tokens per second of eight requests at once and of the same requests one by one.
 * memory: resident size, the weights, and the keys and values that were used.
@@ -32,7 +32,7 @@ from outrider.models.checkpoints import find_checkpoint
 from outrider.models.paged import PagedModel
 from outrider.models.reference import TransformersGenerate
 from provenance import provenance
-from timing import TimedModel, read_bandwidth_gbs, read_weight_bytes, resident_mb
+from timing import MemoryReader, TimedModel, read_weight_bytes, resident_mb
 
 POSITIONS = (1, 2, 3, 5, 6, 8, 9, 17, 33)
 CONTEXT = 128
@@ -63,11 +63,6 @@ def time_passes(model: PagedModel, figures: Figures) -> None:
     model.score([Feed(table, ids[:CONTEXT], 1)])
     for count in POSITIONS:
         for _ in range(5):
-            if count == 1:  # what it is compared with, from the same seconds
-                figures.add("bandwidth_gbs", read_bandwidth_gbs())
-                # Other threads than the model's have just run; plain decoding has none in between.
-                model.score([Feed(table, ids[CONTEXT : CONTEXT + 1], 1)])
-                table.rollback(CONTEXT)
             begun = time.perf_counter()
             model.score([Feed(table, ids[CONTEXT : CONTEXT + count], count)])
             figures.add(f"pass_{count}", 1e3 * (time.perf_counter() - begun))
@@ -83,6 +78,32 @@ def time_plain(pair: Pair, prompt: list[int], num_tokens: int) -> float:
     begun = time.perf_counter()
     Engine(pair.target).generate([request])
     return 1e3 * (time.perf_counter() - begun) / num_tokens
+
+
+def time_plain_steps(
+    pair: Pair, prompt: list[int], num_steps: int, weight_bytes: int, figures: Figures
+) -> None:
+    """Steps of plain decoding behind the prompt, each with a read of the weights' size after it.
+
+    Both are one sample of the same seconds, so the ratio is taken step by step: the bandwidth of a
+    shared machine moves within minutes, and the best of several reads is not what a step gets.
+    """
+    pair.forget()
+    reader = MemoryReader()
+    engine = Engine(pair.target)
+    engine.add(Request(prompt, max_new_tokens=2 * num_steps + 1, gamma=0, ignore_eos=True))
+    engine.step()
+    while engine.has_work:
+        # Other threads than the model's have just run; plain decoding has none in between.
+        engine.step()
+        begun = time.perf_counter()
+        engine.step()
+        step_s = time.perf_counter() - begun
+        read_s = reader.read_s(weight_bytes)
+        figures.add("plain_step_ms", 1e3 * step_s)
+        figures.add("weights_read_ms", 1e3 * read_s)
+        figures.add("bandwidth_gbs", weight_bytes / read_s / 1e9)
+        figures.add("plain_step_over_weights_read", step_s / read_s)
 
 
 def time_rounds(pair: Pair, prompt: list[int], num_tokens: int, figures: Figures) -> None:
@@ -129,6 +150,7 @@ def main() -> None:
     parser.add_argument("--target", default="default")
     parser.add_argument("--drafter", default="lookup")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--steps", type=int, default=8, help="plain steps beside reads, per turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--skip", nargs="*", default=[], choices=["transformers", "batch"])
@@ -137,6 +159,11 @@ def main() -> None:
     pair = load(arguments.target, arguments.drafter, engine="openvino", dtype=arguments.dtype)
     model = pair.target
     assert isinstance(model, PagedModel)
+    precision = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    size, drafter_size = (
+        read_weight_bytes(Path(find_checkpoint(name, precision).source)) if names_model(name) else 0
+        for name in (arguments.target, arguments.drafter)
+    )
     figures = Figures()
     prompts = [pair.encode(text) for text in PROMPTS[:8]]
     time_plain(pair, prompts[0], 4)
@@ -148,6 +175,7 @@ def main() -> None:
     for turn in range(arguments.turns):
         prompt = prompts[turn % len(prompts)]
         time_passes(model, figures)
+        time_plain_steps(pair, prompt, arguments.steps, size, figures)
         figures.add("plain_ms", time_plain(pair, prompt, arguments.tokens))
         if peer is not None:
             _, seconds = peer.generate(prompt, Request(prompt).policy, arguments.tokens)
@@ -164,12 +192,6 @@ def main() -> None:
                 figures.add(f"batch_{name}_gain", batch / alone)
         print(f"turn {turn + 1} of {arguments.turns} done", file=sys.stderr)
     medians = {name: round(figures.median(name), 4) for name in figures.values}
-    precision = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-    size, drafter_size = (
-        read_weight_bytes(Path(find_checkpoint(name, precision).source)) if names_model(name) else 0
-        for name in (arguments.target, arguments.drafter)
-    )
-    read_ms = size / 1e6 / figures.median("bandwidth_gbs")
     facts: dict[str, object] = {
         "target": Path(arguments.target).name,
         "drafter": Path(arguments.drafter).name,
@@ -177,8 +199,6 @@ def main() -> None:
         **medians,
         "v_5": round(medians["pass_5"] / medians["pass_1"], 3),
         "weights_mb": round(size / 1e6, 1),
-        "weights_read_ms": round(read_ms, 2),
-        "pass_1_over_weights_read": round(medians["pass_1"] / read_ms, 3),
         "resident_mb": round(memory_mb, 1),
         "drafter_weights_mb": round(drafter_size / 1e6, 1),
         "resident_less_weights_mb": round(memory_mb - (size + drafter_size) / 1e6, 1),

@@ -12,7 +12,7 @@ import torch
 from outrider import Model
 from outrider.models import CachedSequence, Feed, Prompt
 
-__all__ = ["TimedModel", "read_bandwidth_gbs", "read_weight_bytes", "resident_mb"]
+__all__ = ["MemoryReader", "TimedModel", "read_bandwidth_gbs", "read_weight_bytes", "resident_mb"]
 
 
 class TimedModel:
@@ -39,20 +39,28 @@ class TimedModel:
         return logits
 
 
-def read_bandwidth_gbs(num_threads: int | None = None, *, tries: int = 5) -> float:
-    """10^9 bytes per second at which all threads together read a gigabyte: the best of `tries`.
+class MemoryReader:
+    """Reads a gigabyte with all threads, as often as asked: a sum, which computes next to none."""
 
-    A sum reads every byte once and computes next to nothing.
-    """
+    def __init__(self) -> None:
+        self._values = torch.ones(2**28)
+
+    def read_s(self, num_bytes: int) -> float:
+        """Seconds that reading `num_bytes` takes now, over and over the same gigabyte."""
+        per_read = self._values.numel() * self._values.element_size()
+        begun = time.perf_counter()
+        for _ in range(num_bytes // per_read):
+            self._values.sum()
+        self._values[: num_bytes % per_read // self._values.element_size()].sum()
+        return time.perf_counter() - begun
+
+
+def read_bandwidth_gbs(num_threads: int | None = None, *, tries: int = 5) -> float:
+    """10^9 bytes per second at which all threads together read a gigabyte: the best of `tries`."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    values = torch.ones(2**28)
-    best_s = float("inf")
-    for _ in range(tries):
-        begun = time.perf_counter()
-        values.sum()
-        best_s = min(best_s, time.perf_counter() - begun)
-    return values.numel() * 4 / best_s / 1e9
+    reader = MemoryReader()
+    return 2**30 / min(reader.read_s(2**30) for _ in range(tries)) / 1e9
 
 
 def read_weight_bytes(folder: Path) -> int:

@@ -117,6 +117,19 @@ def test_sure_tokens_are_followed_by_more_and_unsure_ones_are_the_last() -> None
     assert cost_of(played[150:], MODEL) < 0.95 * best
 
 
+def test_the_first_round_goes_on_behind_a_sure_token_and_not_behind_an_unsure_one() -> None:
+    # A step costs half a pass: a token must be kept more often than that to be worth it.
+    costs = Costs((1, 33), (10.0, 10.0), drafter_ms=5.0)
+    assert Adaptive(costs).begin(1)([0.99])
+    assert not Adaptive(costs).begin(1)([0.05])
+    assert Adaptive(costs).begin(1)([0.9, 0.99])
+    assert not Adaptive(costs).begin(1)([0.9, 0.1])
+    # Of two drafts that are as likely to stand so far, the one that ends surer goes on longer.
+    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=7.3)
+    assert Adaptive(dear).begin(1)([0.9, 0.99])
+    assert not Adaptive(dear).begin(1)([0.99, 0.9])
+
+
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("costs", [FREE, MODEL])
 def test_with_nothing_to_go_by_it_is_nearly_as_fast_as_the_best_fixed_length(

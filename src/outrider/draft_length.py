@@ -17,8 +17,9 @@ that the first j drafted tokens of this round are all accepted, draft token k if
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
-  last); beyond that, the acceptance of all. All begin at a guess, fade, and belong to one request
-  alone: nothing is carried over to another.
+  last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
+  the second half way between that and the third; they fade, and belong to one request alone:
+  nothing is carried over to another.
 
 Where no draft is worth it, none is made; now and then one is tried, at growing intervals, so that
 a text that becomes predictable is noticed (Leviathan et al. 2023 leave a varying gamma open, in
@@ -41,7 +42,7 @@ LONGEST = 32
 # Chosen on recorded texts of two real pairs, with and without a drafting model; docs/log.md has
 # what else was tried.
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
-_FIRST_GUESS = 0.6
+_FIRST_GUESS = 0.7
 _GUESS_WEIGHT = 6.0
 _MEMORY = 0.98
 _FADE = 0.98
@@ -241,7 +242,10 @@ class Adaptive:
 
     def _next_kept(self) -> float:
         """Probability that the next token, not drawn yet, is accepted once examined."""
-        return self._after(self._confidences).mean(self._overall.mean(_FIRST_GUESS))
+        guess = self._overall.mean(_FIRST_GUESS)
+        if self._confidences:
+            guess = (guess + self._confidences[-1]) / 2
+        return self._after(self._confidences).mean(guess)
 
     def _after(self, confidences: Sequence[float]) -> _Share:
         """Of tokens that came behind one of the same confidence: easy stretches last."""

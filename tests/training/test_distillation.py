@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from outrider.decoding import Engine
 from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import fit_ngrams
 from outrider.errors import UsageError
 from outrider.models import load_model
+from outrider.models.toy import ByteTokenizer
 from outrider.models.trimmed import TrimmedModel, read_vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
 from outrider.training.learning import Recipe
-from outrider.training.shards import shards_in
+from outrider.training.shards import read_shard, shards_in
 from training.tiny import PLAN, V, run, target
 
 
@@ -154,6 +157,30 @@ def _module() -> torch.nn.Module:
     return module()
 
 
+def test_n_grams_are_fitted_from_the_same_text(made: Path) -> None:
+    texts = distillation.written_texts(made, target())
+    shards = [read_shard(file) for file in shards_in(made / "making")]
+    assert sum(map(len, texts)) == sum(len(shard.tokens) for shard in shards)
+    assert len(texts) == sum(len(shard.begins) - 1 for shard in shards)
+    table = fit_ngrams(texts, order=3, vocab_size=V, tokenizer=ByteTokenizer())
+    pairs = [(text[i - 2 : i], text[i]) for text in texts for i in range(2, len(text))]
+    right = sum(table.best(context) == token for context, token in pairs) / len(pairs)
+    [unigram] = fit_ngrams(texts, order=1, vocab_size=V).tokens[0].tolist()
+    assert right > sum(token == unigram for _, token in pairs) / len(pairs) + 0.1
+
+
+def test_n_grams_of_no_run_or_another_targets_are_refused(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        distillation.written_texts(tmp_path, target())
+    other = target()
+    other.name = "someone else"
+    with pytest.raises(UsageError, match="text of tiny, not of someone else"):
+        distillation.written_texts(made, other)
+    shutil.copytree(made, tmp_path / "begun", ignore=shutil.ignore_patterns("shard-*"))
+    with pytest.raises(UsageError, match="no text yet"):
+        distillation.written_texts(tmp_path / "begun", target())
+
+
 def test_a_folder_with_another_run_is_left_alone(made: Path) -> None:
     before = digests(made)
     with pytest.raises(UsageError, match="vocab_size 200, not 100"):
@@ -170,6 +197,19 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
     with pytest.raises(UsageError):
         run(tmp_path / "precious.txt" / "below")
+
+
+def test_a_call_cut_short_before_its_settings_does_not_block_the_folder(tmp_path: Path) -> None:
+    making = tmp_path / "drafter" / "making"
+    making.mkdir(parents=True)
+    (making / ".run.json.123").write_text("{")
+    run(tmp_path / "drafter")
+    assert (tmp_path / "drafter" / "vocabulary.safetensors").is_file()
+    other = tmp_path / "other" / "making"
+    other.mkdir(parents=True)
+    (other / "precious.txt").write_text("mine")
+    with pytest.raises(UsageError, match="choose another folder"):
+        run(tmp_path / "other")
 
 
 def test_a_damaged_settings_file_is_a_clear_error(tmp_path: Path) -> None:
@@ -214,6 +254,32 @@ def test_a_full_disk_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.M
     settings = json.loads((tmp_path / "drafter" / "making" / "run.json").read_text())
     assert settings["tokens"] == PLAN.tokens
     run(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("raised", [OSError(28, "No space left on device"), RuntimeError("28")])
+def test_a_full_disk_in_training_keeps_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    from outrider.training import learning
+
+    monkeypatch.setattr(learning, "_KEEP_EVERY_S", 0.0)
+    save = torch.save
+    kept = 0
+
+    def full(content: object, file: Path) -> None:
+        nonlocal kept
+        kept += 1
+        if kept == 3:
+            file.write_bytes(b"half")
+            raise raised
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    folder = tmp_path / "drafter"
+    with pytest.raises(UsageError, match="cannot keep the training so far"):
+        run(folder)
+    assert torch.load(folder / "making" / "student.pt", weights_only=True)["step"] == 2
+    assert [file for file in (folder / "making").iterdir() if file.name[0] == "."] == []
 
 
 def test_too_little_text_is_said(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,9 +24,6 @@ from outrider.cli.options import (
 from outrider.cli.terminal import read_file
 from outrider.errors import UsageError
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["fit"]
 
 
@@ -39,6 +36,13 @@ def fit(
     prompts: Annotated[
         Path | None, typer.Option(help="Count n-grams of the target's answers, a prompt a line.")
     ] = None,
+    distilled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Count n-grams of what the target wrote for `outrider distill`; repeatable.",
+        ),
+    ] = None,
     order: Annotated[int, typer.Option(help="n: 1 unigram, 2 bigram, ...")] = 4,
     target: TargetOption = "default",
     temperature: TemperatureOption = 0.0,
@@ -47,9 +51,9 @@ def fit(
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Fit an n-gram drafter from text files or from the target's own output."""
-    if not text and prompts is None:
-        raise UsageError("nothing to count: pass --text FILE or --prompts FILE")
+    """Fit an n-gram drafter from text files or from the target's own text."""
+    if not text and prompts is None and not distilled:
+        raise UsageError("nothing to count: pass --text FILE, --prompts FILE or --distilled FOLDER")
     if not output.parent.is_dir():
         raise UsageError(f"cannot write {str(output)!r}: its folder does not exist")
     texts = [read_file(path) for path in text or ()]
@@ -62,6 +66,10 @@ def fit(
     if tokenizer is None:
         raise UsageError(f"{target} has no tokenizer, so text cannot be counted")
     counted: list[Sequence[int]] = [tokenizer.encode(item) for item in texts]
+    if distilled:
+        from outrider.training.distillation import written_texts
+
+        counted.extend(ids for folder in distilled for ids in written_texts(folder, pair.target))
     if lines:
         terminal.err.print(f"generating {len(lines)} answers", style="dim")
         results = pair.generate(

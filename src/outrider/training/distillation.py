@@ -19,13 +19,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import UsageError
 from outrider.models import Model
+from outrider.models.cache import written_whole
 from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
 from outrider.training.conversations import chat_frame
@@ -40,9 +43,10 @@ from outrider.training.student import (
 )
 from outrider.training.writing import Writer
 
-__all__ = ["Plan", "Progress", "distil"]
+__all__ = ["Plan", "Progress", "distil", "save_drafter", "written_texts"]
 
 _MAKING = "making"
+_SETTINGS = "run.json"
 _HELD_OUT = 0.02
 """Share of the shards that is judged by and not learnt from; at least one."""
 
@@ -158,15 +162,55 @@ def distil(
     )
     save_drafter(student, vocabulary, folder)
     num_answers = sum(len(lesson.places) for lesson in taught)
-    (folder / "README.md").write_text(_card(target, plan, judged, num_answers), encoding="utf-8")
+    with written_whole(folder / "README.md") as unfinished:
+        unfinished.write_text(_card(target, plan, judged, num_answers), encoding="utf-8")
     return judged
 
 
+def written_texts(folder: Path, target: Model) -> list[list[int]]:
+    """Every conversation that a target has written in a run so far, token ids; for n-gram tables.
+
+    Args:
+        folder: of the run, finished or not.
+        target: whose run it should be.
+
+    Raises:
+        UsageError: the folder holds no run, no text yet, or another target's.
+    """
+    try:
+        settings = json.loads((folder / _MAKING / _SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder} holds no run of `outrider distill` with its {_MAKING} folder"
+        ) from error
+    if settings.get("target") != target.name:
+        raise UsageError(
+            f"{folder} holds text of {settings.get('target')}, not of {target.name}; name that "
+            "target"
+        )
+    texts = [
+        shard.tokens[first:last].tolist()
+        for shard in map(read_shard, shards_in(folder / _MAKING))
+        for first, last in pairwise(shard.begins.tolist())
+    ]
+    if not texts:
+        raise UsageError(f"{folder} holds no text yet; let `outrider distill` write some")
+    return texts
+
+
 def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path) -> None:
-    """Write a student as a checkpoint, in bfloat16, with its vocabulary beside it."""
-    with quietly():
-        student.to(torch.bfloat16).save_pretrained(folder)
-    write_vocabulary(folder, vocabulary)
+    """Write a student as a checkpoint, in bfloat16, with its vocabulary beside it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        with quietly():
+            student.to(torch.bfloat16).save_pretrained(folder)
+        write_vocabulary(folder, vocabulary)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
 
 
 def _card(target: Model, plan: Plan, judged: Evaluation, num_answers: int) -> str:
@@ -197,7 +241,7 @@ def _open_run(folder: Path, target: Model, plan: Plan) -> Path:
     settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
     # How long to train may change between calls.
     settings.pop("time_limit")
-    file = making / "run.json"
+    file = making / _SETTINGS
     try:
         if file.is_file():
             found = json.loads(file.read_text())
@@ -210,18 +254,31 @@ def _open_run(folder: Path, target: Model, plan: Plan) -> Path:
                     "folder"
                 )
             return making
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not _is_free(folder, making):
             raise UsageError(
                 f"{folder} exists and holds no run to go on with; choose another folder"
             )
-        making.mkdir(parents=True)
-        file.write_text(json.dumps(settings, indent=1) + "\n")
+        making.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as unfinished:
+            unfinished.write_text(json.dumps(settings, indent=1) + "\n")
     except (OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot use {folder}: {reason}") from error
     return making
+
+
+def _is_free(folder: Path, making: Path) -> bool:
+    """Whether a run can begin here: nothing stands here but what a call cut short at once left."""
+    if not folder.exists():
+        return True
+    if not folder.is_dir():
+        return False
+    begun = making.iterdir() if making.is_dir() else iter(())
+    return all(item == making for item in folder.iterdir()) and all(
+        item.name.startswith(f".{_SETTINGS}.") for item in begun
+    )
 
 
 def _text(target: Model, making: Path, plan: Plan, tell: Callable[[Progress], None]) -> list[Shard]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from outrider.errors import UsageError
 from outrider.models.cache import written_whole
 from outrider.training.conversations import Part
 from outrider.training.losses import LOSSES, acceptance, on_kept_ids
@@ -272,13 +273,19 @@ def _keep(
     step: int,
     seconds: float,
 ) -> None:
-    with written_whole(state) as unfinished:
-        torch.save(
-            {
-                "student": student.state_dict(),
-                "optimiser": optimiser.state_dict(),
-                "step": step,
-                "seconds": seconds,
-            },
-            unfinished,
-        )
+    """Keep the training so far; UsageError if it cannot be written."""
+    content = {
+        "student": student.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "step": step,
+        "seconds": seconds,
+    }
+    try:
+        with written_whole(state) as unfinished:
+            torch.save(content, unfinished)
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError where the disk is full
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"cannot keep the training so far in {state}: {reason}; what was kept before is "
+            "untouched, and the same call goes on from there"
+        ) from error
