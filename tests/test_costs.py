@@ -76,6 +76,35 @@ def test_what_a_change_of_width_takes_is_told_apart() -> None:
     assert (only.target(1), only.change_ms) == (pytest.approx(2.0, rel=0.25), 0.0)
 
 
+class Noting(ToyModel):
+    """Takes some milliseconds a position, and notes its name and the width of every pass."""
+
+    def __init__(self, name: str, ms: float, passes: list[tuple[str, int]]) -> None:
+        super().__init__(hashed_law(5, seed=1), 5)
+        self.name, self._ms, self._passes = name, ms, passes
+
+    def score(self, feeds: Sequence[Feed]) -> Tensor:
+        width = sum(len(feed.tokens) for feed in feeds)
+        self._passes.append((self.name, width))
+        time.sleep(1e-3 * self._ms * width)
+        return super().score(feeds)
+
+
+def test_drafter_steps_come_before_target_passes_over_several_positions() -> None:
+    passes: list[tuple[str, int]] = []
+    target, drafter = Noting("target", 3.0, passes), Noting("drafter", 1.0, passes)
+    costs = measure_costs(target, drafter, positions=(1, 3, 7), context=2, repeats=2)
+    before = {
+        width: {passes[i - 1] for i, item in enumerate(passes) if item == ("target", width)}
+        for width in (1, 3, 7)
+    }
+    assert before[3] == before[7] == {("drafter", 1)}
+    assert ("drafter", 1) not in before[1]  # plain decoding has no drafter
+    assert costs.drafter_ms == pytest.approx(1.0, rel=0.3)
+    assert costs.drafter_reads == pytest.approx(1 / 3, rel=0.25)
+    assert measure_costs(target, None, positions=(1, 3), repeats=1).drafter_reads == 0.0
+
+
 def test_positions_beyond_the_context_are_left_out() -> None:
     short = ToyModel(hashed_law(5, seed=1), 5, context_length=20)
     costs = measure_costs(short, None, positions=(1, 4, 8), context=15, repeats=1)
@@ -91,7 +120,7 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     kept_costs(MODEL, MODEL, told.append)  # another drafter, other costs
     assert len(told) == 2
     [file, _] = sorted(tmp_path.rglob("costs.json"), key=lambda path: path.stat().st_mtime)
-    wrong = '{"positions": [2], "target_ms": [1], "drafter_ms": 0, "context": 0, "change_ms": 0}'
+    wrong = json.dumps(json.loads(file.read_text()) | {"positions": [2], "target_ms": [1]})
     for damage in ("", "{}", wrong):
         file.write_text(damage)
         again = kept_costs(MODEL, None, told.append)

@@ -151,6 +151,26 @@ def test_with_nothing_to_go_by_it_is_nearly_as_fast_as_the_best_fixed_length(
     assert adaptive < 1.06 * min(fixed)
 
 
+def test_copies_cost_no_steps_and_their_fate_is_counted_apart() -> None:
+    costs = Costs((1, 33), (10.0, 10.0), drafter_ms=20.0)
+    length = Adaptive(costs)
+    for _ in range(5):
+        assert length.begin(1)([], [0.9])  # a copy is free
+        length.observe(1, 1)
+        # Drawn by a model whose step takes two passes, nothing is worth it, however well copies do.
+        assert not length.begin(1)([])
+        length.observe(0, 0)
+    one, other = Adaptive(MODEL), Adaptive(MODEL)
+    for _ in range(40):
+        one.begin(1)([], [0.9])
+        one.observe(1, 0)
+        other.begin(1)([0.9])
+        other.observe(1, 0)
+    # Copies that fail say nothing of the model's drafts, the model's own failures do.
+    assert one.begin(1)([])
+    assert not other.begin(1)([])
+
+
 def test_upcoming_sureness_is_used_before_anything_is_drawn() -> None:
     """A drafter that copies knows beforehand how good its match is."""
     length = Adaptive(FREE)

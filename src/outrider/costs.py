@@ -28,7 +28,7 @@ CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _WIDEST_PASS = 96
 """Most rows of a pass over several sequences: curves are straight before, and passes slow."""
-_FORMAT = "costs 2"
+_FORMAT = "costs 3"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Costs:
         context: tokens cached before those positions.
         change_ms: what a pass takes on top when the pass before it had another number of positions;
             an engine prepares for the shapes of a pass, and for the same again it has done so.
+        drafter_reads: time of a drafter pass over the most positions measured, over the target's;
+            what a prompt takes to read on top, as a share.
     """
 
     positions: tuple[int, ...] = (1, 33)
@@ -49,6 +51,7 @@ class Costs:
     drafter_ms: float = 0.0
     context: int = 0
     change_ms: float = 0.0
+    drafter_reads: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no curve; UsageError."""
@@ -57,7 +60,7 @@ class Costs:
             raise UsageError(f"positions must rise from 1, not {self.positions!r}")
         if len(self.target_ms) != len(self.positions) or min(self.target_ms) <= 0.0:
             raise UsageError("target_ms must hold a time above 0 for each of the positions")
-        for name in ("drafter_ms", "change_ms"):
+        for name in ("drafter_ms", "change_ms", "drafter_reads"):
             if getattr(self, name) < 0.0:
                 raise UsageError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
 
@@ -113,6 +116,7 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
             drafter_ms=kept["drafter_ms"],
             context=kept["context"],
             change_ms=kept["change_ms"],
+            drafter_reads=kept["drafter_reads"],
         )
     notify(f"timing passes of {name} once, for the draft length")
     # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
@@ -145,6 +149,9 @@ def measure_costs(
 ) -> Costs:
     """Time passes by turns: of each number of positions two, the first behind another number.
 
+    As in decoding, drafter steps come before every target pass over several positions: what one
+    model leaves in the processor's caches, the other has to fetch again.
+
     Args:
         target: the model whose passes are verified with.
         drafter: a drafting model; None for a drafter without one, whose steps count as free.
@@ -159,33 +166,68 @@ def measure_costs(
     changed: dict[int, list[float]] = {n: [] for n in kept}
     times: dict[int, list[float]] = {n: [] for n in kept}
     steps: list[float] = []
+    reads: list[float] = []
     for turn in range(repeats + 1):
+        taken: list[float] = []
+
+        def draft(taken: list[float] = taken) -> None:
+            assert drafter is not None
+            behind = min(context, drafter.context_length - 1)
+            taken += time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
+
         for n in kept:
-            first, second = time_passes(target, n, context=context, num_sequences=num_sequences)
+            first, second = time_passes(
+                target,
+                n,
+                context=context,
+                num_sequences=num_sequences,
+                before=None if drafter is None or n == 1 else draft,
+            )
             if turn:
                 changed[n].append(first)
                 times[n].append(second)
         if drafter is not None:
-            behind = min(context, drafter.context_length - 1)
-            _, taken = time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
+            draft()
+            many = min(kept[-1], drafter.context_length)
+            _, read_ms = time_passes(
+                drafter,
+                many,
+                context=min(context, drafter.context_length - many),
+                num_sequences=num_sequences,
+            )
             if turn:
-                steps.append(taken)
+                steps += taken
+                reads.append(read_ms)
     # A pass over more positions does more: where a measured curve falls, that is noise.
     curve: list[float] = []
     for n in kept:
         curve.append(max([typical(times[n]), *curve[-1:]]))
     drafter_ms = typical(steps) if steps else 0.0
+    drafter_reads = typical(reads) / curve[-1] if reads else 0.0
     change_ms = 0.0
     if len(kept) > 1:
         rises = [typical(changed[n]) - typical(times[n]) for n in kept]
         change_ms = max(0.0, statistics.median(rises))
-    return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms)
+    return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms, drafter_reads)
 
 
 def time_passes(
-    model: Model, num_positions: int, *, context: int, num_sequences: int = 1
+    model: Model,
+    num_positions: int,
+    *,
+    context: int,
+    num_sequences: int = 1,
+    before: Callable[[], object] | None = None,
 ) -> tuple[float, float]:
-    """Milliseconds of two equal passes over `num_positions` of each sequence behind `context`."""
+    """Milliseconds of two equal passes over `num_positions` of each sequence behind `context`.
+
+    Args:
+        model: whose passes.
+        num_positions: of each sequence.
+        context: tokens cached before them.
+        num_sequences: side by side.
+        before: called before each of the two.
+    """
     ids = [(17 + 37 * i) % model.vocab_size for i in range(context + num_positions)]
     tables: list[CachedSequence] = []
     try:
@@ -199,6 +241,8 @@ def time_passes(
         feeds = [Feed(table, ids[context:], num_positions) for table in tables]
         taken = []
         for _ in range(2):
+            if before is not None:
+                before()
             started = time.perf_counter()
             model.score(feeds)
             taken.append(1e3 * (time.perf_counter() - started))

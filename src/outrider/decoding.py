@@ -421,8 +421,7 @@ class Engine:
         except OutriderError as error:
             return Event(item.id, item.text.finish(), [], self._leave(item, "error", error)), None
 
-        runs_model = self.drafter is not None and self.drafter.runs_model
-        item.stats.count(len(draft.tokens), verdict.accepted, runs_model=runs_model)
+        item.stats.count(len(draft.tokens), verdict.accepted, steps=draft.steps)
         item.length.observe(len(draft.tokens), verdict.accepted)
         emitted: list[int] = []
         reason: FinishReason | None = None
@@ -432,7 +431,9 @@ class Engine:
             if reason is not None:
                 break
         times = times._replace(end_s=time.perf_counter() - item.started)
-        item.trace.append(Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times))
+        item.trace.append(
+            Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times, draft.steps)
+        )
         if item.logprobs is not None:
             num_top = item.request.logprobs or 0
             item.logprobs.extend(_logprobs(p, logits, emitted, num_top))
@@ -458,14 +459,14 @@ class Engine:
 
 def _usual_costs(drafter: Drafter | None) -> Costs:
     """What is assumed where nothing was measured: passes bound by memory up to a few positions."""
-    runs_model = drafter is not None and drafter.runs_model
+    runs_model = drafter is not None and drafter.model is not None
     return Costs((1, 33), (1.0, 3.0), drafter_ms=0.1 if runs_model else 0.0)
 
 
 def _shortened(draft: Draft, length: int) -> Draft:
     """The draft as it would have been with a gamma of `length`."""
     q = None if draft.q is None or length == 0 else draft.q[:length]
-    return Draft(draft.tokens[:length], q)
+    return Draft(draft.tokens[:length], q, draft.steps)
 
 
 def _logprobs(p: Tensor, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

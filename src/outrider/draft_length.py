@@ -11,15 +11,17 @@ that the first j drafted tokens of this round are all accepted, draft token k if
 
     S_k + ... + S_j  >  rate * (cost(j) - cost(k - 1))
 
-* cost(j): a round with j drafted tokens, from the costs measured on this machine: j drafter steps
-  and a target pass over j + 1 positions. In a batch, a request's share of the pass over all.
+* cost(j): a round with j drafted tokens, from the costs measured on this machine: a target pass
+  over j + 1 positions and, but for copies, j drafter steps. In a batch, a request's share of the
+  passes over all.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
   last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
   the second half way between that and the third; they fade, and belong to one request alone:
-  nothing is carried over to another.
+  nothing is carried over to another. A drafter that copies some drafts and draws others has these
+  numbers twice.
 
 Where no draft is worth it, none is made; now and then one is tried, at growing intervals, so that
 a text that becomes predictable is noticed (Leviathan et al. 2023 leave a varying gamma open, in
@@ -125,6 +127,57 @@ class _Share:
         return (self.successes + _GUESS_WEIGHT * guess) / (self.trials + _GUESS_WEIGHT)
 
 
+class _Record:
+    """The fate of examined tokens from one source, and what it lets expect."""
+
+    def __init__(self) -> None:
+        self._overall = _Share()
+        self._by_confidence = [_Share() for _ in range(len(_EDGES) + 1)]
+        self._by_previous = [_Share() for _ in range(len(_EDGES) + 2)]
+        # Sum of confidences of examined tokens, remembered like a share: how far the drafter's own
+        # guesses are off on the whole.
+        self._guessed = 0.0
+
+    def add(self, confidences: Sequence[float], drafted: int, accepted: int) -> None:
+        """One round's; confidences of all that were drafted, or fewer where none was asked for."""
+        # All fade, also those that this round says nothing of: what was true of long drafts in an
+        # easy stretch must not outlive it.
+        for share in (self._overall, *self._by_confidence, *self._by_previous):
+            share.fade()
+        self._guessed *= _FADE
+        for place in range(min(accepted + 1, drafted)):
+            success = place < accepted
+            self._overall.add(success)
+            self._after(confidences[:place]).add(success)
+            if place < len(confidences):
+                confidence = confidences[place]
+                self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
+                self._guessed = _MEMORY * self._guessed + confidence
+
+    def kept(self, confidence: float) -> float:
+        """Probability that a token of that confidence is accepted."""
+        trust = (self._overall.successes + 2.0) / (self._guessed + 2.0)
+        guess = min(1.0, trust * confidence)
+        return self._by_confidence[bisect_right(_EDGES, confidence)].mean(guess)
+
+    def next_kept(self, confidences: Sequence[float]) -> float:
+        """Probability that the next token, not drawn yet, is accepted once examined."""
+        guess = self.any_kept()
+        if confidences:
+            guess = (guess + confidences[-1]) / 2
+        return self._after(confidences).mean(guess)
+
+    def any_kept(self) -> float:
+        """Probability that a token is accepted of which nothing is known."""
+        return self._overall.mean(_FIRST_GUESS)
+
+    def _after(self, confidences: Sequence[float]) -> _Share:
+        """Of tokens that came behind one of the same confidence: easy stretches last."""
+        if not confidences:
+            return self._by_previous[-1]
+        return self._by_previous[bisect_right(_EDGES, confidences[-1])]
+
+
 class Adaptive:
     """As many as are worth their time; see the module's text.
 
@@ -136,12 +189,8 @@ class Adaptive:
     def __init__(self, costs: Costs, *, limit: int = LONGEST) -> None:
         self.limit = limit
         self._costs = costs
-        self._overall = _Share()
-        self._by_confidence = [_Share() for _ in range(len(_EDGES) + 1)]
-        self._by_previous = [_Share() for _ in range(len(_EDGES) + 2)]
-        # Sum of confidences of examined tokens, remembered like a share: how far the drafter's own
-        # guesses are off on the whole.
-        self._guessed = 0.0
+        self._drawn, self._copied = _Record(), _Record()
+        self._source = self._drawn
         self._emitted = self._spent = 0.0
         self._num_requests = 1
         self._confidences: list[float] = []
@@ -172,31 +221,20 @@ class Adaptive:
                 self._next_probe = _FIRST_PROBE
         self._emitted = _MEMORY * self._emitted + accepted + 1
         self._spent = _MEMORY * self._spent + self._cost(drafted)
-        if not drafted:
-            return
-        # All fade, also those that this round says nothing of: what was true of long drafts in an
-        # easy stretch must not outlive it.
-        for share in (self._overall, *self._by_confidence, *self._by_previous):
-            share.fade()
-        self._guessed *= _FADE
-        for place in range(min(accepted + 1, drafted)):
-            success = place < accepted
-            self._overall.add(success)
-            self._after(self._confidences[:place]).add(success)
-            if place < len(self._confidences):
-                confidence = self._confidences[place]
-                self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
-                self._guessed = _MEMORY * self._guessed + confidence
+        if drafted:
+            self._source.add(self._confidences, drafted, accepted)
 
     def _go_on(self, confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
         self._confidences = [*confidences, *upcoming[:1]]
         included = len(confidences)
+        if not included:  # one round's tokens are all drawn, or all copied
+            self._source = self._copied if upcoming else self._drawn
         if included >= self.limit:
             return False
         if self._probing and included == 0:
             return True
         for confidence in confidences[self._num_counted :]:
-            self._standing *= self._kept(confidence)
+            self._standing *= self._source.kept(confidence)
         self._num_counted = included
         answer = self._is_worth_it(included, self._standing, upcoming)
         self._declined = included == 0 and not answer
@@ -210,11 +248,11 @@ class Adaptive:
         for length in range(included + 1, self.limit + 1):
             ahead = length - included - 1
             if ahead < len(upcoming):
-                standing *= self._kept(upcoming[ahead])
+                standing *= self._source.kept(upcoming[ahead])
             elif not ahead:
-                standing *= self._next_kept()
+                standing *= self._source.next_kept(self._confidences)
             else:
-                standing *= self._overall.mean(_FIRST_GUESS)
+                standing *= self._source.any_kept()
             gain += standing
             if gain > rate * (self._cost(length) - spent):
                 return True
@@ -231,24 +269,6 @@ class Adaptive:
     def _cost(self, length: int) -> float:
         """Milliseconds of this request's share of a round with that draft length for all."""
         n = self._num_requests
-        step = self._costs.drafter_ms * self._costs.verify_cost(n)
+        copies = self._source is self._copied
+        step = 0.0 if copies else self._costs.drafter_ms * self._costs.verify_cost(n)
         return (self._costs.target(n * (length + 1)) + length * step) / n
-
-    def _kept(self, confidence: float) -> float:
-        """Probability that a token of that confidence is accepted."""
-        trust = (self._overall.successes + 2.0) / (self._guessed + 2.0)
-        guess = min(1.0, trust * confidence)
-        return self._by_confidence[bisect_right(_EDGES, confidence)].mean(guess)
-
-    def _next_kept(self) -> float:
-        """Probability that the next token, not drawn yet, is accepted once examined."""
-        guess = self._overall.mean(_FIRST_GUESS)
-        if self._confidences:
-            guess = (guess + self._confidences[-1]) / 2
-        return self._after(self._confidences).mean(guess)
-
-    def _after(self, confidences: Sequence[float]) -> _Share:
-        """Of tokens that came behind one of the same confidence: easy stretches last."""
-        if not confidences:
-            return self._by_previous[-1]
-        return self._by_previous[bisect_right(_EDGES, confidences[-1])]

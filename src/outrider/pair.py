@@ -9,8 +9,6 @@ from typing import TypedDict, Unpack, cast, overload
 from outrider.costs import Costs, kept_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter, make_drafter
-from outrider.drafters.lookup_first import LookupFirst
-from outrider.drafters.model import ModelDrafter
 from outrider.errors import UsageError
 from outrider.models import Dtype, Model, load_model
 from outrider.models import Engine as EngineName
@@ -137,9 +135,7 @@ class Pair:
     @property
     def drafting_model(self) -> Model | None:
         """The drafter's model; None for a drafter that is none."""
-        if isinstance(self.drafter, (ModelDrafter, LookupFirst)):
-            return self.drafter.model
-        return None
+        return None if self.drafter is None else self.drafter.model
 
     def forget(self) -> None:
         """Start cold: give up what ended requests have left in the models' caches."""

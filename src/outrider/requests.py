@@ -124,12 +124,14 @@ class Round:
         emitted: what was added to the output: the accepted tokens and the target's own, cut short
             where the output ended.
         times: of this run; two rounds that did the same are equal whatever they took.
+        steps: passes of a drafting model behind the draft; 0 where it was copied or counted.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     emitted: tuple[int, ...]
     times: RoundTimes = field(default=RoundTimes(), compare=False)
+    steps: int = 0
 
 
 class TokenLogprob(NamedTuple):
@@ -201,11 +203,11 @@ class Statistics:
         """Milliseconds per output token, the prompt's pass included."""
         return 1e3 * self.wall_s / self.num_tokens if self.num_tokens else None
 
-    def count(self, drafted: int, accepted: int, *, runs_model: bool) -> None:
-        """Add one round."""
+    def count(self, drafted: int, accepted: int, *, steps: int) -> None:
+        """Add one round with that many passes of a drafting model."""
         self.rounds += 1
         self.target_passes += 1
-        self.drafter_steps += drafted if runs_model else 0
+        self.drafter_steps += steps
         self.drafted += drafted
         self.examined += min(accepted + 1, drafted)
         self.accepted += accepted

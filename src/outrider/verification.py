@@ -45,10 +45,12 @@ class Draft(NamedTuple):
     Attributes:
         tokens: gamma ids, every token that was drawn.
         q: [gamma, V] with rows that sum to 1; None means a point mass on each token.
+        steps: passes of a drafting model that it took; 0 for what was copied or counted.
     """
 
     tokens: list[int]
     q: Tensor | None = None
+    steps: int = 0
 
 
 class Verdict(NamedTuple):

@@ -273,4 +273,4 @@ def test_the_history_is_not_modified(propose: Propose) -> None:
 
 def test_it_is_called_lookup_and_runs_no_model() -> None:
     assert LookupDrafter().name == "lookup"
-    assert not LookupDrafter().runs_model
+    assert LookupDrafter().model is None

@@ -247,7 +247,7 @@ def test_a_larger_vocabulary_is_cut_before_the_policy_sees_it(propose: Propose) 
 def test_greedy_drafts_stay_inside_a_smaller_target(propose: Propose) -> None:
     model = ToyModel(lambda prefix: torch.tensor([0.0, 1.0, 0.5, 9.0, 8.0]), 5)
     [draft] = propose(drafter_for(model, 3), [History([0])], 3)
-    assert draft == Draft([1, 1, 1], None)
+    assert draft == Draft([1, 1, 1], None, 3)
 
 
 # A drafter can move the speed only: what it cannot do, it leaves to the target
@@ -439,6 +439,7 @@ def test_no_request_means_no_pass(propose: Propose) -> None:
 
 
 def test_it_is_called_as_its_model_and_runs_it() -> None:
-    drafter = drafter_for(Watched())
+    model = Watched()
+    drafter = drafter_for(model)
     assert drafter.name == "watched"
-    assert drafter.runs_model
+    assert drafter.model is model

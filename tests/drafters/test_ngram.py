@@ -439,4 +439,4 @@ def test_drafts_do_not_depend_on_the_policy_or_on_what_was_observed(propose: Pro
 def test_it_is_called_by_its_order_and_runs_no_model() -> None:
     drafter = NgramDrafter(small_table())
     assert drafter.name == "ngram (order 3)"
-    assert not drafter.runs_model
+    assert drafter.model is None

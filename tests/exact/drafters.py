@@ -19,7 +19,7 @@ class TestDrafter:
     """Common ground: nothing to learn, nothing to forget."""
 
     name = "test"
-    runs_model = False
+    model = None
     __test__ = False
 
     def __init__(self, vocab_size: int) -> None:
@@ -118,8 +118,6 @@ class DroppingDrafter(LawDrafter):
 
 class AskingTooLateDrafter(LawDrafter):
     """Breaks the contract: asks whether to go on when it has drawn the token, and then drops it."""
-
-    runs_model = True
 
     def propose(
         self,

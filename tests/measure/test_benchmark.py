@@ -255,7 +255,7 @@ def test_pairs_of_a_turn_are_drawn_together() -> None:
 
 
 def steps(*drafted: tuple[int, ...]) -> list[Step]:
-    return [Step(item, 0.0, 0.0, 0.0) for item in drafted]
+    return [Step(item, 0.0, 0.0, 0.0, max(item)) for item in drafted]
 
 
 ALONE = Costs((1, 2, 5), (10.0, 11.0, 14.0), 2.0)
@@ -323,11 +323,13 @@ def at(start: float, draft: float, target: float, end: float) -> RoundTimes:
 def test_rounds_of_one_step_are_found_by_their_times() -> None:
     first = traced(
         Round((1, 2), 1, (1, 9), at(0.0, 0.001, 0.02, 0.022)),
-        Round((3,), 0, (8,), at(0.022, 0.002, 0.03, 0.056)),
+        Round((3,), 0, (8,), at(0.022, 0.002, 0.03, 0.056), 1),
     )
     second = traced(Round((4,), 1, (4, 7), at(0.02, 0.002, 0.03, 0.058)))
     found = steps_of([second, first])  # in time, whoever began
     assert [step.drafted for step in found] == [(2,), (1, 1)]
+    # Copies take no steps; of one pass over several requests, one drew.
+    assert [step.model_steps for step in found] == [0, 1]
     assert found[1].total_ms == pytest.approx(38.0)
     assert found[1].num_rows == 4
     assert [step.drafted for step in steps_of([first, second], first=1)] == [(1,)]
@@ -335,7 +337,7 @@ def test_rounds_of_one_step_are_found_by_their_times() -> None:
 
 def test_what_is_outside_the_passes_is_spread_over_positions() -> None:
     costs = BatchCosts(ALONE, ALONE, 1)
-    measured = [Step((3,), 7.0, 12.0, 24.0), Step((0,), 0.0, 10.0, 11.0)]
+    measured = [Step((3,), 7.0, 12.0, 24.0, 3), Step((0,), 0.0, 10.0, 11.0)]
     # 24 - 12 - 3 * 2 and 11 - 10, over 5 positions
     assert outside_ms_per_row(measured, costs) == pytest.approx(7.0 / 5)
 

@@ -27,7 +27,7 @@ from outrider.requests import Result, Round, RoundTimes, Statistics
 from outrider.theory import walltime_improvement
 
 
-def result(*rounds: tuple[int, int, int, float, float]) -> Result:
+def result(*rounds: tuple[int, int, int, float, float], steps: int = 0) -> Result:
     """A result of rounds given as (drafted, accepted, emitted, start, end), times in ms.
 
     Of each round the first millisecond is the drafter's and the rest but the last the target's.
@@ -38,6 +38,7 @@ def result(*rounds: tuple[int, int, int, float, float]) -> Result:
             accepted,
             tuple(range(emitted)),
             RoundTimes(start / 1e3, 1e-3, (end - start - 2) / 1e3, end / 1e3),
+            steps,
         )
         for drafted, accepted, emitted, start, end in rounds
     ]
@@ -125,9 +126,13 @@ def test_a_single_round_has_no_time_per_token_and_no_speed() -> None:
 
 def test_a_time_row_starts_behind_the_prompt_and_ends_with_the_round_that_has_enough() -> None:
     rounds = result(
-        (0, 0, 1, 0, 100), (3, 2, 3, 101, 110), (3, 1, 2, 111, 125), (3, 3, 4, 126, 140)
+        (0, 0, 1, 0, 100),
+        (3, 2, 3, 101, 110),
+        (3, 1, 2, 111, 125),
+        (3, 3, 4, 126, 140),
+        steps=3,
     )
-    row = time_row("x", rounds, 4, runs_model=True)
+    row = time_row("x", rounds, 4)
     assert [item.num_emitted for item in row.rounds] == [3, 2]
     first, second = row.rounds
     assert first == pytest.approx((1, 1, 7, 10, 3, 3))
@@ -136,11 +141,11 @@ def test_a_time_row_starts_behind_the_prompt_and_ends_with_the_round_that_has_en
 
 def test_a_drafter_without_a_model_has_no_steps_on_the_time_line() -> None:
     rounds = result((0, 0, 1, 0, 100), (3, 2, 3, 101, 110))
-    assert [item.num_steps for item in time_row("x", rounds, 9, runs_model=False).rounds] == [0]
+    assert [item.num_steps for item in time_row("x", rounds, 9).rounds] == [0]
 
 
 def test_a_time_row_of_nothing_is_empty() -> None:
-    assert time_row("x", result(), 4, runs_model=False).rounds == ()
+    assert time_row("x", result(), 4).rounds == ()
 
 
 # --- Points ---

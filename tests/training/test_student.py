@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_at_the_targets_width_it_begins_as_the_target() -> None:
     torch.testing.assert_close(own, theirs)  # all three layers are there
     assert student.config.eos_token_id == [128]
     two = make_student(target, kept, StudentShape(2, 64), eos_ids=[256], seed=0)
-    for index, source in ((0, 0), (1, 2)):
+    for index, source in ((0, 0), (1, 1)):
         one, other = two.model.layers[index], target.model.layers[source]
         assert torch.equal(one.mlp.up_proj.weight, other.mlp.up_proj.weight)
 
@@ -102,22 +103,29 @@ def student() -> LlamaForCausalLM:
     return make_student(module(), torch.arange(50), StudentShape(1, 64), eos_ids=[], seed=0)
 
 
-def test_lessons_are_the_answers_in_the_students_ids() -> None:
+def test_lessons_are_what_the_target_drew_in_the_students_ids() -> None:
     shard = Shard(
         tokens=torch.tensor([9, 1, 2, 3, 9, 4, 1], dtype=torch.int32),
         begins=torch.tensor([0, 4, 7], dtype=torch.int32),
         places=torch.tensor([1, 2, 3, 5], dtype=torch.int32),
         parts=torch.tensor([Part.USER, Part.ANSWER, Part.ANSWER, Part.USER], dtype=torch.uint8),
-        policies=torch.zeros(4, dtype=torch.uint8),
+        policies=torch.tensor([2, 2, 2, 1], dtype=torch.uint8),
         top_ids=torch.tensor([[1, 2], [2, 4], [3, 9], [4, 1]], dtype=torch.int32),
         top_probs=torch.tensor([[0.5, 0.2]] * 4).to(torch.float16),
     )
     kept = torch.tensor([2, 3, 9])
     read_as = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
-    [lesson] = lessons([shard], kept, read_as)  # the second conversation has no answer
-    assert lesson.ids.tolist() == [2, 0, 0, 1]
-    assert lesson.places.tolist() == [2, 3]
-    assert lesson.top_ids.tolist() == [[0, -1], [1, 2]]
+    # The second conversation has no answer.
+    [answer] = lessons([shard], kept, read_as, answers_only=True)
+    assert answer.ids.tolist() == [2, 0, 0, 1]
+    assert answer.places.tolist() == [2, 3]
+    assert answer.top_ids.tolist() == [[0, -1], [1, 2]]
+    assert answer.policy == 2
+    first, second = lessons([shard], kept, read_as)
+    assert first.places.tolist() == [1, 2, 3]
+    assert first.top_ids.tolist() == [[-1, 0], [0, -1], [1, 2]]
+    assert (second.ids.tolist(), second.places.tolist()) == ([2, 1, 0], [1])
+    assert second.policy == 1
 
 
 def test_alpha_is_that_of_one_conversation_after_another() -> None:
@@ -138,6 +146,19 @@ def test_alpha_is_that_of_one_conversation_after_another() -> None:
     assert found.alpha == pytest.approx(accepted / number, abs=1e-5)
     assert found.greedy == pytest.approx(agreed / number)
     assert evaluate(model, taught, batch_tokens=4000).alpha == pytest.approx(found.alpha, abs=1e-5)
+
+
+def test_alpha_is_judged_on_sampled_answers_and_the_likeliest_id_on_greedy_ones() -> None:
+    model = student().eval()
+    by_policy = [
+        [replace(lesson, policy=policy) for lesson in some_lessons(4, seed=policy)]
+        for policy in range(3)
+    ]
+    greedy, _, sampled = (evaluate(model, part) for part in by_policy)
+    found = evaluate(model, [lesson for part in by_policy for lesson in part])
+    assert found.alpha == pytest.approx(sampled.alpha, abs=1e-5)
+    assert found.greedy == pytest.approx(greedy.greedy)
+    assert found.num_tokens == sum(len(item.places) for part in by_policy for item in part)
 
 
 @pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv", "nla", "mix"])

@@ -238,7 +238,7 @@ def _drafters(
         if made is None:
             raise UsageError("there is nothing to measure of --drafter none; leave it out")
         found[name] = made
-    if drafter_dtype is not None and not any(drafter.runs_model for drafter in found.values()):
+    if drafter_dtype is not None and all(drafter.model is None for drafter in found.values()):
         raise UsageError("--drafter-dtype is for a drafting model, and none is named")
     return found
 

@@ -207,7 +207,7 @@ def _evidence(
     return Evidence(
         recordings=tuple(recordings),
         tokenizer=pair.target.tokenizer,
-        runs_model=pair.drafter.runs_model,
+        runs_model=pair.drafting_model is not None,
         prompt=shown,
         measurement=measured,
         bench=rows or (),

@@ -31,11 +31,15 @@ class Drafter(Protocol):
 
     Attributes:
         name: how the user called it.
-        runs_model: whether every drafted token costs a pass of a model.
+        model: whose passes draw tokens (`Draft.steps` of them); None if nothing runs.
     """
 
     name: str
-    runs_model: bool
+
+    @property
+    def model(self) -> Model | None:
+        """See above."""
+        ...
 
     def propose(
         self,

@@ -102,7 +102,7 @@ class LookupDrafter:
     """
 
     name = "lookup"
-    runs_model = False
+    model = None
 
     def __init__(self, *, min_match: int = 2) -> None:
         if min_match < 1:

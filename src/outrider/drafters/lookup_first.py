@@ -29,8 +29,6 @@ class LookupFirst:
         model_drafter: asked where the first one drafts nothing.
     """
 
-    runs_model = True
-
     def __init__(self, model_drafter: ModelDrafter, lookup: LookupDrafter | None = None) -> None:
         self._lookup = lookup or LookupDrafter(min_match=_MIN_MATCH)
         self._model_drafter = model_drafter

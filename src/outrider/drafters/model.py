@@ -34,8 +34,6 @@ class ModelDrafter:
             ids that only one of the two has are never drafted, and processors see the target's V.
     """
 
-    runs_model = True
-
     def __init__(self, model: Model, *, target_vocab_size: int) -> None:
         self.name = model.name
         self.model = model
@@ -94,7 +92,7 @@ class ModelDrafter:
                     if tokens[i][-1] >= self.model.vocab_size:  # forced by a processor
                         limits[i] = step + 1
         return [
-            Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows))
+            Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows), len(drawn))
             for drawn, rows, policy in zip(tokens, laws, policies, strict=True)
         ]
 

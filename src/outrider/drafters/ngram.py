@@ -163,7 +163,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str:
 class NgramDrafter:
     """Drafts the likeliest token of an n-gram table, again and again."""
 
-    runs_model = False
+    model = None
 
     def __init__(self, table: NgramTable) -> None:
         self.name = f"ngram (order {table.order})"

@@ -64,7 +64,7 @@ class RandomDrafter:
     """
 
     name = "random"
-    runs_model = False
+    model = None
 
     def __init__(self, vocab_size: int) -> None:
         self._law = torch.full((vocab_size,), 1.0 / vocab_size)

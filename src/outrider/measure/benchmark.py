@@ -217,13 +217,12 @@ class Benchmark:
         """The speed-up that the costs measured before promise for the rounds that were counted.
 
         What reading the prompts takes is counted in the plain runs, for both sides; a drafting
-        model reads them too, in c times that.
+        model reads them too, in its share of that.
         """
         costs = self._costs[setting.drafter, cell.batch]
         outside = {
             side: self._outside_ms[side, cell.temperature, cell.batch] for side in (None, setting)
         }
-        drafter_reads = costs.alone.c if self._pairs[setting.drafter].drafting_model else 0.0
         plain_ms = fast_ms = 0.0
         for slow, fast in zip(chain(*plain), chain(*speculative), strict=True):
             steps = steps_of(slow.results)
@@ -232,7 +231,7 @@ class Benchmark:
             # One of the rounds is in the time that reading takes.
             first_ms = rounds_ms / len(steps)
             plain_ms += reading_ms + rounds_ms - first_ms
-            fast_ms += reading_ms * (1.0 + drafter_reads) - first_ms
+            fast_ms += reading_ms * (1.0 + costs.alone.drafter_reads) - first_ms
             fast_ms += modelled_ms(steps_of(fast.results), costs, outside[setting])
         return plain_ms / fast_ms
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from outrider.costs import CALIBRATION_POSITIONS, Costs, curve_positions, measure_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
-from outrider.drafters.model import ModelDrafter
 from outrider.measure.prediction import steps_of
 from outrider.models import Model
 from outrider.requests import Request
@@ -122,8 +121,7 @@ def measure_drafter(
     results = Engine(target, drafter, max_batch=1).generate([request])
     steps = steps_of(results, first=1) or steps_of(results)
     outside = sum(step.total_ms - step.draft_ms - step.target_ms for step in steps) / len(steps)
-    if isinstance(drafter, ModelDrafter):
-        model = drafter.model
+    if (model := drafter.model) is not None:
         room = min(context, model.context_length - 1)
         own: Costs = measure_costs(model, None, positions=(1,), context=room, repeats=repeats)
         drafter_ms = own.target(1)
@@ -209,7 +207,7 @@ def num_parameters(model: Model) -> int | None:
 
 def _c_hat(target: Model, drafter: Drafter) -> float | None:
     """Operations of a drafter step over those of a target step; a table has none."""
-    if not isinstance(drafter, ModelDrafter):
+    if drafter.model is None:
         return 0.0
     ours, theirs = num_parameters(target), num_parameters(drafter.model)
     return None if ours is None or theirs is None else theirs / ours

@@ -15,7 +15,6 @@ from typing import cast
 from outrider.costs import curve_positions
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
-from outrider.drafters.model import ModelDrafter
 from outrider.measure.alpha import (
     BASELINES,
     Betas,
@@ -341,7 +340,8 @@ class Measuring:
         return share * self._amounts.num_tokens
 
     def _is_model(self, name: str) -> bool:
-        return isinstance(self.drafters.get(name), ModelDrafter)
+        drafter = self.drafters.get(name)
+        return drafter is not None and drafter.model is not None
 
     def _piece(
         self, key: tuple[object, ...], what: str, work: float, make: Callable[[], object]

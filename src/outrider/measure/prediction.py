@@ -48,12 +48,14 @@ class Step:
         drafted: tokens drafted for each request.
         draft_ms, target_ms: in the drafter, in the target's pass.
         total_ms: until the last request was settled.
+        model_steps: passes of the drafting model, over all requests that still drafted.
     """
 
     drafted: tuple[int, ...]
     draft_ms: float
     target_ms: float
     total_ms: float
+    model_steps: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +162,7 @@ def steps_of(results: Sequence[Result], *, first: int = 0) -> list[Step]:
             draft_ms=1e3 * draft_s,
             target_ms=1e3 * target_s,
             total_ms=1e3 * max(item.times.end_s - item.times.start_s for item in rounds),
+            model_steps=max(item.steps for item in rounds),
         )
         for (draft_s, target_s), rounds in in_time
     ]
@@ -172,8 +175,8 @@ def outside_ms_per_row(steps: Sequence[Step], costs: BatchCosts) -> float:
     of it is work on rows of V probabilities, of which a round has as many as positions.
     """
     num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
-    drafter_steps = np.array([max(step.drafted) for step in steps], dtype=np.float64)
-    passes_ms = float(np.sum(drafter_steps * costs.drafter_ms(num_requests)))
+    model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
+    passes_ms = float(np.sum(model_steps * costs.drafter_ms(num_requests)))
     outside = sum(step.total_ms - step.target_ms for step in steps) - passes_ms
     return max(0.0, outside / sum(step.num_rows for step in steps))
 
@@ -193,9 +196,9 @@ def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> 
         return 0.0
     num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
     rows = np.array([step.num_rows for step in steps], dtype=np.float64)
-    drafter_steps = np.array([max(step.drafted) for step in steps], dtype=np.float64)
+    model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
     target_ms = costs.target_ms(num_requests, rows / num_requests)
-    drafter_ms = drafter_steps * costs.drafter_ms(num_requests)
+    drafter_ms = model_steps * costs.drafter_ms(num_requests)
     changes = np.diff(rows, prepend=rows[0]) != 0.0
     change_ms = changes * costs.change_ms(num_requests)
     return float(np.sum(target_ms + change_ms + drafter_ms + rows * outside_ms))

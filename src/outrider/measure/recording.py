@@ -73,14 +73,13 @@ def record(
     return recordings
 
 
-def time_row(label: str, result: Result, num_tokens: int, *, runs_model: bool) -> TimeRow:
+def time_row(label: str, result: Result, num_tokens: int) -> TimeRow:
     """The first rounds after the one that read the prompt, until they make `num_tokens` tokens.
 
     Args:
         label: the row's name.
         result: whose rounds.
         num_tokens: where to end; the round that reaches it is the last one.
-        runs_model: whether every drafted token cost a pass of a drafting model.
     """
     if not result.trace:
         return TimeRow(label, ())
@@ -98,7 +97,7 @@ def time_row(label: str, result: Result, num_tokens: int, *, runs_model: bool) -
                 draft_ms=1e3 * times.draft_s,
                 target_ms=1e3 * times.target_s,
                 end_ms=1e3 * (times.end_s - zero),
-                num_steps=len(item.drafted) if runs_model else 0,
+                num_steps=item.steps,
                 num_emitted=len(item.emitted),
             )
         )

@@ -182,7 +182,6 @@ def _figure_5(evidence: Evidence) -> Section:
             f"{figures.GAMMA} = {item.gamma}" if item.gamma else "no drafts",
             item.result,
             TIME_LINE_TOKENS,
-            runs_model=evidence.runs_model,
         )
         for item in evidence.recordings
     ]

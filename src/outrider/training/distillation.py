@@ -144,7 +144,9 @@ def distil(
     ends = target.eos_ids
     student = make_student(model, vocabulary.kept, plan.shape, eos_ids=ends, seed=plan.recipe.seed)
     del model
-    held_out = lessons(shards[:num_held_out], vocabulary.kept, vocabulary.read_as)
+    held_out = lessons(
+        shards[:num_held_out], vocabulary.kept, vocabulary.read_as, answers_only=True
+    )
     taught = lessons(shards[num_held_out:], vocabulary.kept, vocabulary.read_as)
     begun = time.monotonic()
 
@@ -161,9 +163,9 @@ def distil(
         tell=told,
     )
     save_drafter(student, vocabulary, folder)
-    num_answers = sum(len(lesson.places) for lesson in taught)
+    num_taught = sum(len(lesson.places) for lesson in taught)
     with written_whole(folder / "README.md") as unfinished:
-        unfinished.write_text(_card(target, plan, judged, num_answers), encoding="utf-8")
+        unfinished.write_text(_card(target, plan, judged, num_taught), encoding="utf-8")
     return judged
 
 
@@ -213,7 +215,7 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
         raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
 
 
-def _card(target: Model, plan: Plan, judged: Evaluation, num_answers: int) -> str:
+def _card(target: Model, plan: Plan, judged: Evaluation, num_taught: int) -> str:
     """What there is to know about a drafter."""
     turns = f"{len(plan.prompts)} given users' turns" if plan.prompts else "users' turns of its own"
     return f"""# A drafter for {target.name}
@@ -224,8 +226,8 @@ is no use by itself.
 * Form: Llama, {plan.shape.layers} layers of width {plan.shape.width}, {plan.vocab_size} of the
   target's {target.vocab_size} ids (`vocabulary.safetensors`); the others it reads as the closest of
   these and never proposes.
-* Data: {num_answers} tokens of the target's answers to {turns}, drawn greedily, at temperature 0.7
-  within 0.9 of the mass, and at temperature 1; no other text.
+* Data: {num_taught} tokens of the target's own text: answers to {turns}, drawn greedily, at
+  temperature 0.7 within 0.9 of the mass, and at temperature 1; no other text.
 * Recipe: loss {plan.recipe.loss}, learning rate {plan.recipe.rate:g}, {plan.recipe.epochs:g}
   epochs, seed {plan.seed}.
 * On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely

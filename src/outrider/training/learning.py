@@ -1,8 +1,8 @@
 """Training a student on a target's kept text.
 
-Every step reads some whole conversations and compares the student's law with the target's at the
-tokens of the answers, on the K ids that were kept and the rest (`losses`). The learning rate warms
-up and then falls along a cosine to a tenth. Progress is told in alpha on conversations held out.
+Every step reads some whole conversations and compares the student's law with the target's at all
+tokens that the target drew, on the K ids that were kept and the rest (`losses`). The learning rate
+warms up and then falls along a cosine to a tenth. Progress is told in alpha on answers held out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from outrider.models.cache import written_whole
 from outrider.training.conversations import Part
 from outrider.training.losses import LOSSES, acceptance, on_kept_ids
 from outrider.training.shards import Shard
+from outrider.training.writing import POLICIES, DrawPolicy
 
 __all__ = ["Evaluation", "Lesson", "Recipe", "evaluate", "lessons", "train"]
 
 _WARM_UP = 0.02
 _LAST_RATE = 0.1
 _KEEP_EVERY_S = 60.0
+_GREEDY = next(i for i, policy in enumerate(POLICIES) if policy.temperature == 0.0)
+_SAMPLED = POLICIES.index(DrawPolicy(1.0))
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,15 @@ class Recipe:
     Attributes:
         loss: a name in `losses.LOSSES`.
         rate: learning rate at its highest.
-        batch_tokens: of a step, frames and users' words included.
+        batch_tokens: of a step, frames included. Small: a student this size learns more from many
+            steps than from exact ones.
         epochs: how often every conversation is read.
         seed: of their order.
     """
 
     loss: str = "mix"
     rate: float = 1e-3
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     epochs: float = 4.0
     seed: int = 0
 
@@ -56,24 +60,28 @@ class Lesson:
 
     Attributes:
         ids: int64 [n].
-        places: int64 [A], indices of the answer's tokens, each at least 1.
+        places: int64 [A], indices of the tokens to learn, each at least 1.
         top_ids: int64 [A, K] in the student's ids, -1 for what it cannot propose.
         top_probs: float32 [A, K] of the target.
+        policy: index of how the answers were drawn.
     """
 
     ids: Tensor
     places: Tensor
     top_ids: Tensor
     top_probs: Tensor
+    policy: int = 0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a student does on conversations held out.
+    """How a student does on answers held out.
 
     Attributes:
-        alpha: mean of sum min(p, q) at temperature 1, on the kept ids: a lower bound.
-        greedy: how often its most likely id is the target's.
+        alpha: mean of sum min(p, q) at temperature 1, on the kept ids: a lower bound. On the
+            answers drawn at temperature 1, if there are any.
+        greedy: how often its most likely id is the target's; on the answers drawn greedily, if
+            there are any.
         num_tokens: positions.
     """
 
@@ -82,24 +90,29 @@ class Evaluation:
     num_tokens: int
 
 
-def lessons(shards: Sequence[Shard], kept: Tensor, read_as: Tensor) -> list[Lesson]:
-    """What is to be learnt from shards: their conversations with an answer in them.
+def lessons(
+    shards: Sequence[Shard], kept: Tensor, read_as: Tensor, *, answers_only: bool = False
+) -> list[Lesson]:
+    """What is to be learnt from shards, or judged by.
 
     Args:
         shards: of the target's text.
         kept: int64 [V'].
         read_as: int64 [V].
+        answers_only: leave out what the target wrote in a user's place.
     """
     own = torch.full((len(read_as),), -1, dtype=torch.int64)
     own[kept] = torch.arange(len(kept))
     found = []
     for shard in shards:
         places = shard.places.long()
-        is_answer = shard.parts == int(Part.ANSWER)
+        wanted = torch.full_like(shard.parts, True, dtype=torch.bool)
+        if answers_only:
+            wanted = shard.parts == int(Part.ANSWER)
         bounds = torch.searchsorted(places, shard.begins.long()).tolist()
         begins = shard.begins.tolist()
         for index, (first, last) in enumerate(pairwise(bounds)):
-            chosen = torch.arange(first, last)[is_answer[first:last]]
+            chosen = torch.arange(first, last)[wanted[first:last]]
             if not len(chosen):
                 continue
             ids = shard.tokens[begins[index] : begins[index + 1]].long()
@@ -109,6 +122,7 @@ def lessons(shards: Sequence[Shard], kept: Tensor, read_as: Tensor) -> list[Less
                     places[chosen] - begins[index],
                     own[shard.top_ids[chosen].long()],
                     shard.top_probs[chosen].float(),
+                    int(shard.policies[first]),
                 )
             )
     return found
@@ -184,16 +198,27 @@ def evaluate(
     """How a student does on conversations it has not learnt from."""
     was_training = student.training
     student.eval()
-    accepted, agreed, number = 0.0, 0, 0
+    accepted, agreed, policies = [], [], []
     for batch in _grouped(held_out, range(len(held_out)), batch_tokens):
-        logits, top_ids, probs = _read(student, [held_out[index] for index in batch])
+        chosen = [held_out[index] for index in batch]
+        logits, top_ids, probs = _read(student, chosen)
         log_q, log_rest = on_kept_ids(logits, top_ids)
         rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
-        accepted += float(acceptance(log_q, log_rest, probs, rest).sum())
-        agreed += int((logits.argmax(dim=-1) == top_ids[:, 0]).sum())
-        number += len(logits)
+        accepted.append(acceptance(log_q, log_rest, probs, rest))
+        agreed.append((logits.argmax(dim=-1) == top_ids[:, 0]).float())
+        policies += [torch.full((len(lesson.places),), lesson.policy) for lesson in chosen]
     student.train(was_training)
-    return Evaluation(accepted / max(1, number), agreed / max(1, number), number)
+    of = torch.cat(policies)
+    return Evaluation(
+        _mean(torch.cat(accepted), of == _SAMPLED),
+        _mean(torch.cat(agreed), of == _GREEDY),
+        len(of),
+    )
+
+
+def _mean(values: Tensor, chosen: Tensor) -> float:
+    """Of the chosen values, or of all if none is."""
+    return float((values[chosen] if chosen.any() else values).mean())
 
 
 def _loss(

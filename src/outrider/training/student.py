@@ -1,10 +1,11 @@
 """The drafter before it is trained: its vocabulary, its shape, and what it takes from the target.
 
 A standard Llama-form model with tied embeddings, so every engine and every other tool can load it.
-Where its width is the target's and the target is of Llama form, it begins as some of the target's
-own layers between the target's own embeddings: it can already read, and learns to predict in what
-is left of the depth. Where it is narrower, its embeddings begin as the target's, projected on their
-principal directions.
+Where its width is the target's and the target is of Llama form, it begins as the target's first
+layers between the target's own embeddings: it can already read, and learns to predict. (Layers from
+further up expect what the ones left out would have made: with the last among them, it takes twice
+as long to get as far.) Where it is narrower, its embeddings begin as the target's, projected on
+their principal directions.
 """
 
 from __future__ import annotations
@@ -135,11 +136,8 @@ def make_student(
         rows = embeddings[kept]
         if is_own:
             student.model.embed_tokens.weight.copy_(rows)
-            layers = target.model.layers
-            for index, layer in enumerate(student.model.layers):
-                # Spread over the depth, first and last among them.
-                source = round(index * (len(layers) - 1) / max(1, shape.layers - 1))
-                layer.load_state_dict(layers[source].state_dict())
+            for layer, source in zip(student.model.layers, target.model.layers, strict=False):
+                layer.load_state_dict(source.state_dict())
             student.model.norm.load_state_dict(target.model.norm.state_dict())
         else:
             centred = rows - rows.mean(dim=0)
