@@ -28,6 +28,7 @@ from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
 from outrider.training.learning import Recipe
 from outrider.training.shards import read_shard, shards_in
+from outrider.training.student import StudentShape
 from training.tiny import PLAN, V, run, target
 
 
@@ -225,6 +226,8 @@ def test_a_damaged_settings_file_is_a_clear_error(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"recipe": Recipe(loss="hinge")}, "loss must be one of"),
+        ({"shape": StudentShape(2, 250)}, "width a multiple of 8.*got 2 and 250"),
+        ({"shape": StudentShape(-1, 64)}, "layers must be 0 or more"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:

@@ -65,6 +65,20 @@ def test_at_the_targets_width_it_begins_as_the_target() -> None:
         assert torch.equal(one.mlp.up_proj.weight, other.mlp.up_proj.weight)
 
 
+def test_what_is_not_said_of_a_shape_fits_the_target() -> None:
+    target = module()  # of Llama form, width 64
+    assert StudentShape().fitted(target) == StudentShape(3, 64)
+    assert StudentShape(width=32).fitted(target) == StudentShape(4, 32)
+    assert StudentShape(layers=1).fitted(target) == StudentShape(1, 64)
+    assert StudentShape(2, 128, 5).fitted(target) == StudentShape(2, 128, 5)
+    target.config.model_type = "opt"  # whose layers a Llama-form student cannot take
+    assert StudentShape().fitted(target) == StudentShape(4, 256)
+    wide = module()
+    wide.set_input_embeddings(torch.nn.Embedding(5, 768))
+    assert StudentShape().fitted(wide) == StudentShape(4, 256)
+    assert StudentShape(width=768).fitted(wide) == StudentShape(3, 768)
+
+
 def test_a_narrower_one_keeps_how_embeddings_lie() -> None:
     target = module()
     kept = torch.arange(257)

@@ -50,11 +50,18 @@ def distill(
     out: Annotated[Path, typer.Option(help="Folder of the drafter; a run that ended goes on.")],
     target: TargetOption = "default",
     tokens: Annotated[str, typer.Option(help="That the target writes: 300k, 2M.")] = "1M",
-    layers: Annotated[int, typer.Option(help="Of the drafter.")] = 4,
-    width: Annotated[int, typer.Option(help="Of its hidden states.")] = 256,
+    layers: Annotated[
+        int, typer.Option(min=0, help="Of the drafter; 0: 3 at the target's own width, else 4.")
+    ] = 0,
+    width: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of its hidden states; 0: the target's own, up to 640, or else 256."
+        ),
+    ] = 0,
     vocab_size: Annotated[int, typer.Option(help="Ids it knows, the most frequent ones.")] = 8192,
     loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "mix",
-    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 4.0,
     prompts: Annotated[
         Path | None,

@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class Plan:
     """
 
     tokens: int = 1_000_000
-    shape: StudentShape = field(default_factory=lambda: StudentShape(4, 256))
+    shape: StudentShape = field(default_factory=StudentShape)
     vocab_size: int = 8192
     recipe: Recipe = field(default_factory=Recipe)
     time_limit: float = math.inf
@@ -83,6 +83,12 @@ class Plan:
             raise UsageError(f"tokens must be at least 1, got {self.tokens}")
         if self.recipe.loss not in LOSSES:
             raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.recipe.loss!r}")
+        shape = self.shape
+        if min(shape.layers, shape.width, shape.mlp) < 0 or shape.width % 8:
+            raise UsageError(
+                "layers must be 0 or more, width a multiple of 8 (0: chosen for the target); got "
+                f"{shape.layers} and {shape.width}"
+            )
         for name in ("vocab_size", "rows", "passes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -142,6 +148,7 @@ def distil(
     model = module()
     vocabulary = _vocabulary(target, model, shards[num_held_out:], plan)
     ends = target.eos_ids
+    plan = replace(plan, shape=plan.shape.fitted(model))
     student = make_student(model, vocabulary.kept, plan.shape, eos_ids=ends, seed=plan.recipe.seed)
     del model
     held_out = lessons(

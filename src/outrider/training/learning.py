@@ -48,7 +48,7 @@ class Recipe:
     """
 
     loss: str = "mix"
-    rate: float = 1e-3
+    rate: float = 2e-3
     batch_tokens: int = 1024
     epochs: float = 4.0
     seed: int = 0

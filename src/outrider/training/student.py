@@ -21,20 +21,34 @@ from outrider.errors import UsageError
 
 __all__ = ["StudentShape", "choose_vocabulary", "make_student", "read_as_closest"]
 
+_LLAMA = "llama"
+_WIDEST_OWN = 640
+"""A wider student would cost more than a thirtieth of most targets that are as wide."""
+_NARROW = 256
+
 
 @dataclass(frozen=True)
 class StudentShape:
     """Size of a drafting model.
 
     Attributes:
-        layers: how many.
-        width: of the hidden states; a multiple of 64, or the target's own.
+        layers: how many; 0 takes 3 at the target's own width, else 4.
+        width: of the hidden states; a multiple of 64, or the target's own. 0 takes the target's own
+            if the drafter can begin as its layers and that is at most 640, else 256.
         mlp: width inside the MLP; 0 takes 8/3 of the width, or what the target has at its width.
     """
 
-    layers: int
-    width: int
+    layers: int = 0
+    width: int = 0
     mlp: int = 0
+
+    def fitted(self, target: PreTrainedModel) -> StudentShape:
+        """With numbers in place of zeros, but for the MLP's."""
+        own = int(target.get_input_embeddings().weight.shape[1])
+        begins_as_target = target.config.model_type == _LLAMA
+        width = self.width or (own if begins_as_target and own <= _WIDEST_OWN else _NARROW)
+        layers = self.layers or (3 if begins_as_target and width == own else 4)
+        return StudentShape(layers, width, self.mlp)
 
 
 def choose_vocabulary(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
@@ -90,13 +104,13 @@ def make_student(
     Args:
         target: of whose embeddings (and layers, if they fit) it begins.
         kept: [V'], rising.
-        shape: its size.
+        shape: its size; zeros in it are filled in.
         eos_ids: the target's ids that end a text.
         seed: of what begins at random.
     """
-    config = target.config
+    config, shape = target.config, shape.fitted(target)
     embeddings = target.get_input_embeddings().weight.detach().float()
-    is_own = shape.width == embeddings.shape[1] and config.model_type == "llama"
+    is_own = shape.width == embeddings.shape[1] and config.model_type == _LLAMA
     places = {int(token): place for place, token in enumerate(kept.tolist())}
     ends = sorted(places[token] for token in eos_ids if token in places)
     head = 64 if shape.width % 64 == 0 else shape.width // 4
