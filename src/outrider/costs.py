@@ -13,7 +13,6 @@ import os
 import platform
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.cache import cache_folder, written_whole
+from outrider.theory import interpolated
 
 __all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_passes"]
 
@@ -69,13 +69,7 @@ class Costs:
 
         Beyond the last measured number the curve goes on as its last piece rises.
         """
-        if len(self.positions) == 1:
-            return self.target_ms[0]
-        right = min(max(bisect_left(self.positions, num_positions), 1), len(self.positions) - 1)
-        (x0, x1), (y0, y1) = (
-            values[right - 1 : right + 1] for values in (self.positions, self.target_ms)
-        )
-        return y0 + (y1 - y0) * (num_positions - x0) / (x1 - x0)
+        return interpolated(self.positions, self.target_ms, num_positions)
 
     def verify_cost(self, num_positions: float) -> float:
         """v(n): time of a target pass over n positions over the time of one over 1 position."""

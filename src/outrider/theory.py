@@ -25,6 +25,7 @@ from __future__ import annotations
 import decimal
 import math
 import numbers
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 
@@ -44,6 +45,7 @@ __all__ = [
     "guaranteed_improvement",
     "gumbel_match_lower_bound",
     "gumbel_match_probability",
+    "interpolated",
     "memory_reads_factor",
     "operations_factor",
     "oracle_factor",
@@ -456,6 +458,23 @@ def verify_cost_at(verify_cost: VerifyCost, num_positions: int) -> float:
     return float(value)
 
 
+def interpolated(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """Between measured places linear; beyond the last, the line goes on as its last piece rises.
+
+    ([1, 3], [1.0, 1.2]) gives 1.1 at 2 and 1.3 at 4; a single value stands for every place.
+
+    Args:
+        places: rising, at least one.
+        values: at each of them.
+        place: at least the first of them.
+    """
+    if len(places) == 1:
+        return values[0]
+    right = min(max(bisect_left(places, place), 1), len(places) - 1)
+    (x_0, x_1), (y_0, y_1) = (known[right - 1 : right + 1] for known in (places, values))
+    return y_0 + (y_1 - y_0) * (place - x_0) / (x_1 - x_0)
+
+
 def walltime_factor(
     survival: Sequence[float], gamma: int, c: float, verify_cost: VerifyCost
 ) -> float:
@@ -598,13 +617,7 @@ def _interpolated(verify_cost: Mapping[int, float], num_positions: int) -> float
             f"verify cost must be known at 1 position: got values at {known!r}; "
             "pass a mapping that begins at 1"
         )
-    if len(known) == 1:
-        return verify_cost[1]
-    right = next((k for k, n in enumerate(known[1:], start=1) if n >= num_positions), -1)
-    right = len(known) - 1 if right < 0 else right
-    x_0, x_1 = known[right - 1], known[right]
-    y_0, y_1 = verify_cost[x_0], verify_cost[x_1]
-    return y_0 + (y_1 - y_0) * (num_positions - x_0) / (x_1 - x_0)
+    return interpolated(known, [verify_cost[n] for n in known], num_positions)
 
 
 def _checked_survival(survival: Sequence[float], gamma: int) -> Sequence[float]:
