@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,12 @@ import pytest
 import outrider
 import test_cli
 from outrider.cli import show_bench
+from outrider.decoding import Engine
 from outrider.errors import NumericalError
 from outrider.measure.benchmark import Benchmark
 from outrider.measure.grid import Cell, Row
 from outrider.measure.prompts import TASKS
+from outrider.requests import Request, Result
 from test_cli import Outcome, Run, assert_refused
 
 run = test_cli.run  # the fixture
@@ -340,3 +342,27 @@ def test_help_lists_the_options(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     text = run("bench", "--help").out
     for option in ("--quick", "--prompts", "--tasks", "--gammas", "--batches", "--out", "--json"):
         assert option in text
+
+
+def test_a_policy_counts_for_every_temperature_and_is_told(
+    bench: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    decode = Engine.generate
+
+    def watched(self: Engine, requests: Sequence[Request]) -> list[Result]:
+        seen.update(
+            (request.policy.temperature, request.policy.top_k, request.policy.top_p)
+            for request in requests
+            if request.ignore_eos  # the timed ones, not the turns of a conversation before them
+        )
+        return decode(self, requests)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    narrow = ("--tasks", "chat", "--temperatures", "0.7,1", "--top-p", "0.9", "--top-k", "5")
+    facts = bench(*narrow, "--json").facts
+    assert seen == {(0.7, 5, 0.9), (1.0, 5, 0.9)}
+    arguments = facts["provenance"]["arguments"]
+    assert (arguments["top_k"], arguments["top_p"]) == (5, 0.9)
+    assert "top-k 5, top-p 0.9" in bench(*narrow).out
+    assert_refused(bench("--top-p", "1.5"), "top_p")

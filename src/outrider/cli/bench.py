@@ -22,6 +22,8 @@ from outrider.cli.options import (
     JsonOption,
     KvMemoryOption,
     TargetOption,
+    TopKOption,
+    TopPOption,
     check_output,
     duration,
     load_pair,
@@ -66,6 +68,8 @@ def bench(
     batches: Annotated[
         str, typer.Option("--batches", "--batch", help="Requests at once, comma-separated.")
     ] = "1",
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts in Spec-Bench's question.jsonl form.")
     ] = None,
@@ -102,6 +106,8 @@ def bench(
         num_tokens=amounts["tokens"],
         num_prompts=amounts["prompts_per_task"],
         repeats=amounts["repeats"],
+        top_k=top_k,
+        top_p=top_p,
     )
     grid.check()
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
@@ -132,6 +138,8 @@ def bench(
     if as_json:
         print(json.dumps(facts))
     else:
+        if top_k or top_p != 1.0:
+            terminal.out.print(f"all rows: top-k {top_k}, top-p {top_p:g}", style="dim")
         print_rows(rows)
 
 

@@ -30,7 +30,6 @@ from outrider.measure.prediction import (
 from outrider.measure.prompts import PromptItem
 from outrider.pair import Pair
 from outrider.requests import Request, Result
-from outrider.sampling import SamplingPolicy
 from outrider.text import Message
 
 __all__ = ["Benchmark", "speedup_interval"]
@@ -143,7 +142,7 @@ class Benchmark:
         else:
             pair, gamma, rule = self._pairs[side.drafter], side.gamma, side.rule
             engine = pair.engine(max_batch=size)
-        policy = SamplingPolicy(temperature=temperature)
+        policy = self.grid.policy(temperature)
         requests = [
             Request(
                 prompt,

@@ -40,6 +40,7 @@ class Grid:
         num_tokens: tokens of every output.
         num_prompts: prompts of a task, each turn of a conversation counted as one.
         repeats: turns with each prompt, at least 2; sampled text gets another seed in each.
+        top_k, top_p: of the policy at every temperature, see `SamplingPolicy`.
     """
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -49,6 +50,12 @@ class Grid:
     num_tokens: int = 128
     num_prompts: int = 10
     repeats: int = 3
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def policy(self, temperature: float) -> SamplingPolicy:
+        """How tokens are drawn in a cell of that temperature."""
+        return SamplingPolicy(temperature=temperature, top_k=self.top_k, top_p=self.top_p)
 
     def check(self) -> None:
         """Refuse what could never be run; UsageError."""
@@ -68,8 +75,7 @@ class Grid:
         if min(self.batches) < 1:
             raise UsageError(f"batches must be 1 or more, not {min(self.batches)!r}")
         for temperature, gamma, rule in product(self.temperatures, self.gammas, self.rules):
-            policy = SamplingPolicy(temperature=temperature)
-            Request((), policy, gamma=gamma, rule=rule).check_settings()
+            Request((), self.policy(temperature), gamma=gamma, rule=rule).check_settings()
 
 
 @dataclass(frozen=True)
