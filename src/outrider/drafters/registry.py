@@ -14,10 +14,10 @@ from pathlib import Path
 from outrider.models import Model
 from outrider.models.trimmed import tokenizer_digest
 
-__all__ = ["shipped_drafter", "target_fingerprint"]
+__all__ = ["FOLDER", "INDEX", "shipped_drafter", "target_fingerprint"]
 
 FOLDER = Path(__file__).parent.parent / "data" / "drafters"
-_INDEX = "index.json"
+INDEX = "index.json"
 
 
 def target_fingerprint(target: Model) -> str:
@@ -32,7 +32,7 @@ def shipped_drafter(target: Model) -> Path | None:
 
     {"llama-30x576-49152-0123456789abcdef": "smollm2-135m-instruct"}
     """
-    file = FOLDER / _INDEX
+    file = FOLDER / INDEX
     if not file.is_file():
         return None
     name = json.loads(file.read_text(encoding="utf-8")).get(target_fingerprint(target))

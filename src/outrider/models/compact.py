@@ -46,6 +46,7 @@ def fold(folder: Path, out: Path) -> None:
         if file.is_file() and file.name != _ORDINARY:
             shutil.copyfile(file, out / file.name)
     save_file(folded, out / _FILE)
+    (out / _FILE).chmod(0o644)  # safetensors writes for the owner alone
 
 
 def is_compact(folder: Path) -> bool:
