@@ -150,6 +150,8 @@ def test_training_goes_on_where_it_was_kept(
     )
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("drafter", "straight")]
+    assert cards[0] == cards[1]  # also what was learnt from before the stop
 
 
 def _module() -> torch.nn.Module:

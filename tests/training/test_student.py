@@ -180,8 +180,11 @@ def test_every_loss_teaches(loss: str) -> None:
     model, taught = student(), some_lessons(40, peaked=True)
     before = evaluate(model, taught)
     recipe = Recipe(loss=loss, rate=3e-3, epochs=40, batch_tokens=200)
-    after = train(model, taught, taught, recipe)
+    *way, (num_learnt, after) = train(model, taught, taught, recipe, evaluate_every=20)
     assert after.alpha > before.alpha + 0.2
+    assert way[0].judged.alpha < after.alpha
+    assert [point.num_learnt for point in way] == sorted({point.num_learnt for point in way})
+    assert num_learnt == 40 * sum(len(lesson.places) for lesson in taught)
 
 
 def test_every_conversation_is_read_once_an_epoch_in_batches_of_a_size() -> None:

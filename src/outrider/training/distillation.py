@@ -32,7 +32,7 @@ from outrider.models.cache import written_whole
 from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
 from outrider.training.conversations import chat_frame
-from outrider.training.learning import Evaluation, Recipe, lessons, train
+from outrider.training.learning import Evaluation, Point, Recipe, lessons, train
 from outrider.training.losses import LOSSES
 from outrider.training.shards import Shard, read_shard, shard_file, shards_in, write_shard
 from outrider.training.student import (
@@ -160,7 +160,7 @@ def distil(
     def told(step: int, num_steps: int, loss: float, judged: Evaluation | None) -> None:
         tell(Progress("training", step, num_steps, time.monotonic() - begun, loss, judged))
 
-    judged = train(
+    course = train(
         student,
         taught,
         held_out,
@@ -170,9 +170,10 @@ def distil(
         tell=told,
     )
     save_drafter(student, vocabulary, folder)
+    judged = course[-1].judged
     num_taught = sum(len(lesson.places) for lesson in taught)
     with written_whole(folder / "README.md") as unfinished:
-        unfinished.write_text(_card(target, plan, judged, num_taught), encoding="utf-8")
+        unfinished.write_text(_card(target, plan, course, num_taught), encoding="utf-8")
     return judged
 
 
@@ -222,8 +223,9 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
         raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
 
 
-def _card(target: Model, plan: Plan, judged: Evaluation, num_taught: int) -> str:
+def _card(target: Model, plan: Plan, course: Sequence[Point], num_taught: int) -> str:
     """What there is to know about a drafter."""
+    judged = course[-1].judged
     turns = f"{len(plan.prompts)} given users' turns" if plan.prompts else "users' turns of its own"
     return f"""# A drafter for {target.name}
 
@@ -239,9 +241,26 @@ is no use by itself.
   epochs, seed {plan.seed}.
 * On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely
   id is the target's in {judged.greedy:.3f} of them.
+* On the way there, epochs counted, on some of these tokens:
+
+| tokens learnt from | alpha | greedy |
+|---|---|---|
+{_course_table(course)}
 
 Its weights come from the target's, and what holds for their licence holds for these.
 """
+
+
+def _course_table(course: Sequence[Point]) -> str:
+    """Some of the points, each with about twice the tokens of the one before, and the last."""
+    chosen: list[Point] = []
+    for point in reversed(course):
+        if not chosen or 1.9 * point.num_learnt <= chosen[-1].num_learnt:
+            chosen.append(point)
+    return "\n".join(
+        f"| {point.num_learnt} | {point.judged.alpha:.3f} | {point.judged.greedy:.3f} |"
+        for point in reversed(chosen)
+    )
 
 
 def _open_run(folder: Path, target: Model, plan: Plan) -> Path:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ from outrider.training.losses import LOSSES, acceptance, on_kept_ids
 from outrider.training.shards import Shard
 from outrider.training.writing import POLICIES, DrawPolicy
 
-__all__ = ["Evaluation", "Lesson", "Recipe", "evaluate", "lessons", "train"]
+__all__ = ["Evaluation", "Lesson", "Point", "Recipe", "evaluate", "lessons", "train"]
 
 _WARM_UP = 0.02
 _LAST_RATE = 0.1
 _KEEP_EVERY_S = 60.0
+_GLANCE = 48
+"""Conversations that are looked at on the way."""
 _GREEDY = next(i for i, policy in enumerate(POLICIES) if policy.temperature == 0.0)
 _SAMPLED = POLICIES.index(DrawPolicy(1.0))
 
@@ -90,6 +93,18 @@ class Evaluation:
     num_tokens: int
 
 
+class Point(NamedTuple):
+    """How far a student had come.
+
+    Attributes:
+        num_learnt: tokens it had learnt from by then, those of every epoch counted.
+        judged: how it did.
+    """
+
+    num_learnt: int
+    judged: Evaluation
+
+
 def lessons(
     shards: Sequence[Shard], kept: Tensor, read_as: Tensor, *, answers_only: bool = False
 ) -> list[Lesson]:
@@ -137,9 +152,9 @@ def train(
     state: Path | None = None,
     time_limit: float = math.inf,
     tell: Callable[[int, int, float, Evaluation | None], None] = lambda *_: None,
-    evaluate_every: int = 100,
-) -> Evaluation:
-    """Train a student in place; how it does in the end.
+    evaluate_every: int = 200,
+) -> list[Point]:
+    """Train a student in place; how it did on the way, on some of `held_out`, and at last on all.
 
     Args:
         student: in float32.
@@ -149,7 +164,7 @@ def train(
         state: a file where weights and optimiser are kept every minute, and gone on from.
         time_limit: seconds; the learning rate falls in time for it.
         tell: called after every step with its number, their number, the mean loss and, now and
-            then, an evaluation.
+            then, an evaluation on some of `held_out`.
         evaluate_every: steps between evaluations.
     """
     loss_of = LOSSES[recipe.loss]
@@ -159,12 +174,30 @@ def train(
         student.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01
     )
     begun, spent, step = time.monotonic(), 0.0, 0
+    course: list[Point] = []
+    num_learnt = 0
+    some = held_out[:: max(1, len(held_out) // _GLANCE)]
     if state is not None and state.is_file():
         found = torch.load(state, weights_only=True)
         student.load_state_dict(found["student"])
         optimiser.load_state_dict(found["optimiser"])
         step, spent = int(found["step"]), float(found["seconds"])
+        course = [Point(number, Evaluation(*values)) for number, values in found["course"]]
+        num_learnt = int(found["num_learnt"])
     last_kept = begun
+
+    def keep() -> None:
+        if state is not None:
+            content = {
+                "student": student.state_dict(),
+                "optimiser": optimiser.state_dict(),
+                "step": step,
+                "seconds": spent + time.monotonic() - begun,
+                "course": [(point.num_learnt, astuple(point.judged)) for point in course],
+                "num_learnt": num_learnt,
+            }
+            _keep(state, content)
+
     student.train()
     while step < num_steps:
         now = time.monotonic()
@@ -173,22 +206,24 @@ def train(
             break
         for group in optimiser.param_groups:
             group["lr"] = recipe.rate * _rate_at(progress)
-        loss = _loss(student, [taught[index] for index in batches[step]], loss_of)
+        batch = [taught[index] for index in batches[step]]
+        loss = _loss(student, batch, loss_of)
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimiser.step()
         step += 1
+        num_learnt += sum(len(lesson.places) for lesson in batch)
         judged = None
         if step % evaluate_every == 0:
-            judged = evaluate(student, held_out)
+            judged = evaluate(student, some)
+            course.append(Point(num_learnt, judged))
         tell(step, num_steps, float(loss.detach()), judged)
-        if state is not None and time.monotonic() - last_kept > _KEEP_EVERY_S:
-            _keep(state, student, optimiser, step, spent + time.monotonic() - begun)
+        if time.monotonic() - last_kept > _KEEP_EVERY_S:
+            keep()
             last_kept = time.monotonic()
-    if state is not None:
-        _keep(state, student, optimiser, step, spent + time.monotonic() - begun)
-    return evaluate(student, held_out)
+    keep()
+    return [*course, Point(num_learnt, evaluate(student, held_out))]
 
 
 @torch.inference_mode()
@@ -291,20 +326,8 @@ def _rate_at(progress: float) -> float:
     return _LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * falling)) / 2
 
 
-def _keep(
-    state: Path,
-    student: LlamaForCausalLM,
-    optimiser: torch.optim.Optimizer,
-    step: int,
-    seconds: float,
-) -> None:
+def _keep(state: Path, content: dict[str, object]) -> None:
     """Keep the training so far; UsageError if it cannot be written."""
-    content = {
-        "student": student.state_dict(),
-        "optimiser": optimiser.state_dict(),
-        "step": step,
-        "seconds": seconds,
-    }
     try:
         with written_whole(state) as unfinished:
             torch.save(content, unfinished)
