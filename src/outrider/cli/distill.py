@@ -60,7 +60,7 @@ def distill(
         ),
     ] = 0,
     vocab_size: Annotated[int, typer.Option(help="Ids it knows, the most frequent ones.")] = 8192,
-    loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "mix",
+    loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "nla",
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 4.0,
     prompts: Annotated[

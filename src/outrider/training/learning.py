@@ -50,7 +50,7 @@ class Recipe:
         seed: of their order.
     """
 
-    loss: str = "mix"
+    loss: str = "nla"
     rate: float = 2e-3
     batch_tokens: int = 1024
     epochs: float = 4.0
