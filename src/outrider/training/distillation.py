@@ -18,13 +18,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import UsageError
 from outrider.models import Model
@@ -148,7 +148,6 @@ def distil(
     model = module()
     vocabulary = _vocabulary(target, model, shards[num_held_out:], plan)
     ends = target.eos_ids
-    plan = replace(plan, shape=plan.shape.fitted(model))
     student = make_student(model, vocabulary.kept, plan.shape, eos_ids=ends, seed=plan.recipe.seed)
     del model
     held_out = lessons(
@@ -173,7 +172,9 @@ def distil(
     judged = course[-1].judged
     num_taught = sum(len(lesson.places) for lesson in taught)
     with written_whole(folder / "README.md") as unfinished:
-        unfinished.write_text(_card(target, plan, course, num_taught), encoding="utf-8")
+        unfinished.write_text(
+            _card(target, plan, student.config, course, num_taught), encoding="utf-8"
+        )
     return judged
 
 
@@ -223,7 +224,9 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
         raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
 
 
-def _card(target: Model, plan: Plan, course: Sequence[Point], num_taught: int) -> str:
+def _card(
+    target: Model, plan: Plan, form: LlamaConfig, course: Sequence[Point], num_taught: int
+) -> str:
     """What there is to know about a drafter."""
     judged = course[-1].judged
     turns = f"{len(plan.prompts)} given users' turns" if plan.prompts else "users' turns of its own"
@@ -232,7 +235,7 @@ def _card(target: Model, plan: Plan, course: Sequence[Point], num_taught: int) -
 Made by `outrider distill`. It proposes tokens that {target.name} checks (speculative decoding), and
 is no use by itself.
 
-* Form: Llama, {plan.shape.layers} layers of width {plan.shape.width}, {plan.vocab_size} of the
+* Form: Llama, {form.num_hidden_layers} layers of width {form.hidden_size}, {form.vocab_size} of the
   target's {target.vocab_size} ids (`vocabulary.safetensors`); the others it reads as the closest of
   these and never proposes.
 * Data: {num_taught} tokens of the target's own text: answers to {turns}, drawn greedily, at
