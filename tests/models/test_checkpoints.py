@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -597,6 +598,19 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     with pytest.raises(OutriderError) as caught:
         load(gguf_file)
     assert_one_line(caught.value, str(tmp_path / "file" / "cache"))
+
+
+def test_a_full_disk_is_told_from_a_file_that_cannot_be_read(
+    gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(hf.PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(UsageError, match="No space left on device") as caught:
+        load(gguf_file)
+    assert_one_line(caught.value, str(cache), "has room")
+    assert not any(cache.iterdir())
 
 
 def cut(file: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,11 @@ def answers(shard: Shard, policy: int) -> list[Text]:
     """The beginnings of some first answers that were drawn by a policy, behind their questions."""
     is_answer = (shard.parts == int(Part.ANSWER)) & (shard.policies == policy)
     found = []
-    for begin, end in pairwise(shard.begins.tolist()):
-        places = shard.places[is_answer & (shard.places >= begin) & (shard.places < end)].tolist()
+    for begin, (ids, drawn) in zip(shard.begins.tolist(), shard.conversations(), strict=False):
+        places = (shard.places[drawn][is_answer[drawn]] - begin).tolist()
         run = [place for i, place in enumerate(places) if place == places[0] + i][:NUM_TOKENS]
         if len(run) >= NUM_TOKENS // 2:
-            prompt, answer = shard.tokens[begin : run[0]], shard.tokens[run[0] : run[-1] + 1]
+            prompt, answer = ids[: run[0]], ids[run[0] : run[-1] + 1]
             found.append(Text(len(found), tuple(prompt.tolist()), tuple(answer.tolist())))
     return found[:NUM_TEXTS]
 
@@ -55,11 +54,7 @@ def test_it_beats_bigram_and_lookup_on_answers_held_out(
     made: Path, target: Model, temperature: float
 ) -> None:
     first, *others = map(read_shard, shards_in(made / "making"))
-    written = [
-        shard.tokens[begin:end].tolist()
-        for shard in others
-        for begin, end in pairwise(shard.begins.tolist())
-    ]
+    written = [ids.tolist() for shard in others for ids, _ in shard.conversations()]
     student = load_model(str(made), engine="openvino", dtype="int8")
     size = target.vocab_size
     drafters: dict[str, Drafter] = {

@@ -109,11 +109,39 @@ def test_given_words_are_not_the_targets() -> None:
     text.add(13)
     assert text.speaker is Part.USER
     assert text.parts[-3:] == [Part.FRAME, Part.FRAME, Part.USER]
-    whole = Conversation(FRAME, 0, 1, (9, 9))
-    whole.begin([11, 12], is_whole=True)
+    whole = Conversation(FRAME, 0, 1, (9, 9), ((11, 12),))
+    whole.begin()
     assert whole.speaker is Part.ANSWER
     assert whole.ids == [*FRAME.opening, 11, 12, *ANSWER]
     assert set(whole.parts) == {Part.FRAME}
+
+
+def test_given_turns_are_said_one_after_the_other_and_only_answers_are_drawn() -> None:
+    text = Conversation(FRAME, 0, 2, (9, 9), ((11, 12), (14,)))
+    text.begin()
+    for token in (13, END):
+        text.add(token)
+    assert text.speaker is Part.ANSWER
+    for token in (15, 16, END):
+        assert not text.is_over
+        text.add(token)
+    assert text.is_over
+    assert text.ids == rendered([11, 12], [13], [14], [15, 16])
+    assert [token for part, token in zip(text.parts, text.ids, strict=True) if part] == [
+        *(13, END),
+        *(15, 16, END),
+    ]
+    assert Part.USER not in text.parts
+
+
+def test_a_given_turn_follows_also_an_answer_that_was_cut() -> None:
+    text = Conversation(FRAME, 0, 2, (9, 2), ((11, 12), (14,)))
+    text.begin()
+    for token in (13, 15, 16, END):
+        assert not text.is_over
+        text.add(token)
+    assert text.is_over
+    assert text.ids == rendered([11, 12], [13, 15], [14], [16])
 
 
 @pytest.mark.parametrize("opener", OPENERS)

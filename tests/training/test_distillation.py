@@ -26,9 +26,11 @@ from outrider.models.trimmed import TrimmedModel, read_vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
-from outrider.training.learning import Recipe
+from outrider.training.learning import Recipe, lessons
+from outrider.training.runs import written_text
 from outrider.training.shards import read_shard, shards_in
 from outrider.training.student import StudentShape
+from outrider.training.writing import DrawPolicy
 from training.tiny import PLAN, V, run, target
 
 
@@ -161,7 +163,7 @@ def _module() -> torch.nn.Module:
 
 
 def test_n_grams_are_fitted_from_the_same_text(made: Path) -> None:
-    texts = distillation.written_texts(made, target())
+    texts = list(written_text(made, target()).conversations())
     shards = [read_shard(file) for file in shards_in(made / "making")]
     assert sum(map(len, texts)) == sum(len(shard.tokens) for shard in shards)
     assert len(texts) == sum(len(shard.begins) - 1 for shard in shards)
@@ -174,22 +176,120 @@ def test_n_grams_are_fitted_from_the_same_text(made: Path) -> None:
 
 def test_n_grams_of_no_run_or_another_targets_are_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
-        distillation.written_texts(tmp_path, target())
+        written_text(tmp_path, target())
     other = target()
     other.name = "someone else"
     with pytest.raises(UsageError, match="text of tiny, not of someone else"):
-        distillation.written_texts(made, other)
+        written_text(made, other)
     shutil.copytree(made, tmp_path / "begun", ignore=shutil.ignore_patterns("shard-*"))
     with pytest.raises(UsageError, match="no text yet"):
-        distillation.written_texts(tmp_path / "begun", target())
+        written_text(tmp_path / "begun", target())
+
+
+def test_text_of_other_runs_is_learnt_from_as_far_as_it_went_when_the_run_began(
+    made: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    *_, last = shards_in(other / "making")
+    later = last.rename(tmp_path / last.name)
+    plan = replace(PLAN, tokens=600, also_from=(str(other),), recipe=Recipe(epochs=1.0), seed=1)
+    stages: list[distillation.Progress] = []
+    distillation.distil(target(), _module, tmp_path / "drafter", plan, stages.append)
+    assert [item.total for item in stages if item.stage == "text"] == [600, 600]
+    own = sum(
+        len(shard.places)
+        for shard in map(read_shard, shards_in(tmp_path / "drafter" / "making")[1:])
+    )
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert f"Data: {own + 600} tokens" in card
+    # The other run goes on; this one is what it was.
+    later.rename(last)
+    (tmp_path / "drafter" / "README.md").unlink()
+    run(tmp_path / "drafter", plan)
+    assert (tmp_path / "drafter" / "README.md").read_text() == card
+    last.unlink()
+    shards_in(other / "making")[-1].unlink()
+    with pytest.raises(UsageError, match=r"held 2 shards .* and holds 1 now"):
+        run(tmp_path / "drafter", plan)
+    with pytest.raises(UsageError, match="also_from"):
+        run(tmp_path / "drafter", replace(plan, also_from=()))
+    with pytest.raises(UsageError, match="holds no run"):
+        run(tmp_path / "new", replace(plan, also_from=(str(tmp_path),)))
+    with pytest.raises(UsageError, match="named twice"):
+        run(tmp_path / "new", replace(plan, also_from=(str(other), f"{other}/.")))
+    with pytest.raises(UsageError, match="give this run another seed"):
+        run(tmp_path / "new", replace(plan, seed=PLAN.seed))
+    assert not (tmp_path / "new").exists()
+
+
+def test_prompts_are_answered_by_the_policies_of_the_plan_and_the_card_counts_them(
+    tmp_path: Path,
+) -> None:
+    plan = replace(
+        PLAN,
+        tokens=600,
+        recipe=Recipe(epochs=0.1),
+        prompts=(("hi",), ("yo", "and?"), ("hi",)),
+        policies=(DrawPolicy(0.0), DrawPolicy(1.5)),
+    )
+    run(tmp_path / "drafter", plan)
+    shards = [read_shard(file) for file in shards_in(tmp_path / "drafter" / "making")]
+    texts = [
+        bytes(token for token in ids.tolist() if token < 256)
+        for shard in shards
+        for ids, _ in shard.conversations()
+    ]
+    for opening in (b"user: hi\nassistant:", b"user: yo\nassistant:"):
+        assert sum(text.startswith(opening) for text in texts) == 2
+    assert {int(policy) for shard in shards for policy in shard.policies} == {0, 1}
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "answers to 2 given prompts and to users' turns of its own" in card
+    assert "0, 1.5;" in card
+
+
+def test_answers_to_questions_that_are_judged_by_are_not_learnt(tmp_path: Path) -> None:
+    plan = replace(PLAN, tokens=600, recipe=Recipe(epochs=0.1), prompts=(("hi",), ("yo",)))
+    run(tmp_path / "other", plan)
+    run(tmp_path / "drafter", replace(plan, seed=1, also_from=(str(tmp_path / "other"),)))
+    shards = [read_shard(file) for file in shards_in(tmp_path / "other" / "making")]
+    kept, read_as = torch.arange(V), torch.arange(V)
+    held_out, *others = shards
+    both = distillation.prepare(
+        target(), _module(), ([held_out], PLAN.policies), [(shards, PLAN.policies)], V
+    )
+    apart = distillation.prepare(
+        target(), _module(), ([held_out], PLAN.policies), [(others, PLAN.policies)], V
+    )
+    questions = {tuple(item.ids[: item.places[0]].tolist()) for item in both.judges}
+    assert len(both.taught) < len(lessons(shards, kept, read_as))
+    assert len(both.taught) - len(apart.taught) < len(lessons([held_out], kept, read_as))
+    for lesson in both.taught:
+        ids = tuple(lesson.ids.tolist())
+        assert not any(ids[: len(question)] == question for question in questions)
+
+
+def test_prompts_the_target_cannot_be_asked_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UsageError, match="prompt 2 has 200 tokens; at most 128"):
+        run(tmp_path / "new", replace(PLAN, prompts=(("hi",), ("a" * 200,))))
+    base = target()
+    base.tokenizer.has_chat_template = False  # type: ignore[union-attr]
+    plan = replace(PLAN, prompts=(("hi", "and?"),))
+    with pytest.raises(UsageError, match="prompt 1 has 2 turns, but tiny has no chat format"):
+        distillation.distil(base, _module, tmp_path / "new", plan)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_with_another_run_is_left_alone(made: Path) -> None:
     before = digests(made)
     with pytest.raises(UsageError, match="vocab_size 200, not 100"):
         run(made, replace(PLAN, vocab_size=100))
-    with pytest.raises(UsageError, match="recipe"):
-        run(made, replace(PLAN, recipe=Recipe(loss="tv")))
+    with pytest.raises(UsageError, match=r"recipe\.loss 'kl', not 'tv'"):
+        run(made, replace(PLAN, recipe=replace(PLAN.recipe, loss="tv")))
+    with pytest.raises(UsageError, match="other prompts"):
+        run(made, replace(PLAN, prompts=(("a question " * 9,),) * 3))
     assert digests(made) == before
 
 
@@ -230,6 +330,8 @@ def test_a_damaged_settings_file_is_a_clear_error(tmp_path: Path) -> None:
         ({"recipe": Recipe(loss="hinge")}, "loss must be one of"),
         ({"shape": StudentShape(2, 250)}, "width a multiple of 8.*got 2 and 250"),
         ({"shape": StudentShape(-1, 64)}, "layers must be 0 or more"),
+        ({"policies": ()}, "each named once; got none"),
+        ({"policies": (DrawPolicy(1.0), DrawPolicy(1.0))}, "got 1, 1"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from outrider.training.student import (
     make_student,
     read_as_closest,
 )
+from outrider.training.writing import POLICIES, DrawPolicy
 from training.tiny import module
 
 
@@ -94,7 +94,13 @@ def test_a_narrower_one_keeps_how_embeddings_lie() -> None:
         assert torch.equal(one, other)
 
 
-def some_lessons(number: int = 12, seed: int = 0, *, peaked: bool = False) -> list[Lesson]:
+def some_lessons(
+    number: int = 12,
+    seed: int = 0,
+    *,
+    peaked: bool = False,
+    policy: DrawPolicy = POLICIES[2],
+) -> list[Lesson]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(number):
@@ -109,7 +115,7 @@ def some_lessons(number: int = 12, seed: int = 0, *, peaked: bool = False) -> li
             top = torch.cat(
                 [ids[places - 1][:, None], (ids[places - 1][:, None] + torch.arange(1, 4)) % 50], 1
             )
-        found.append(Lesson(ids, places, top, probs))
+        found.append(Lesson(ids, places, top, probs, policy))
     return found
 
 
@@ -134,12 +140,15 @@ def test_lessons_are_what_the_target_drew_in_the_students_ids() -> None:
     assert answer.ids.tolist() == [2, 0, 0, 1]
     assert answer.places.tolist() == [2, 3]
     assert answer.top_ids.tolist() == [[0, -1], [1, 2]]
-    assert answer.policy == 2
+    assert answer.policy == POLICIES[2]
     first, second = lessons([shard], kept, read_as)
     assert first.places.tolist() == [1, 2, 3]
     assert first.top_ids.tolist() == [[-1, 0], [0, -1], [1, 2]]
     assert (second.ids.tolist(), second.places.tolist()) == ([2, 1, 0], [1])
-    assert second.policy == 1
+    assert second.policy == POLICIES[1]
+    others = [DrawPolicy(0.5), DrawPolicy(0.6), DrawPolicy(2.0)]
+    [answer] = lessons([shard], kept, read_as, policies=others, answers_only=True)
+    assert answer.policy == DrawPolicy(2.0)
 
 
 def test_alpha_is_that_of_one_conversation_after_another() -> None:
@@ -164,10 +173,7 @@ def test_alpha_is_that_of_one_conversation_after_another() -> None:
 
 def test_alpha_is_judged_on_sampled_answers_and_the_likeliest_id_on_greedy_ones() -> None:
     model = student().eval()
-    by_policy = [
-        [replace(lesson, policy=policy) for lesson in some_lessons(4, seed=policy)]
-        for policy in range(3)
-    ]
+    by_policy = [some_lessons(4, seed=seed, policy=policy) for seed, policy in enumerate(POLICIES)]
     greedy, _, sampled = (evaluate(model, part) for part in by_policy)
     found = evaluate(model, [lesson for part in by_policy for lesson in part])
     assert found.alpha == pytest.approx(sampled.alpha, abs=1e-5)

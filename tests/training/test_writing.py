@@ -116,14 +116,20 @@ TOY = load_toy("toy:target")
 ROWS, PASSES = 6, 40
 
 
-def writer(seed: int = 0, prompts: list[list[int]] | None = None, model: ToyModel = TOY) -> Writer:
+def writer(
+    seed: int = 0,
+    prompts: list[list[list[int]]] | None = None,
+    model: ToyModel = TOY,
+    num_shards: int = 1,
+) -> Writer:
     return Writer(
         model,
         seed=seed,
         num_rows=ROWS,
         num_passes=PASSES,
         top_k=8,
-        prompts=prompts,
+        prompts=prompts or (),
+        num_shards=num_shards,
         max_words=(9, 12),
     )
 
@@ -172,12 +178,42 @@ def test_a_shard_depends_on_its_seed_and_number_alone() -> None:
     assert not torch.equal(writer(seed=1).shard(0).tokens[:50], first.tokens[:50])
 
 
-def test_given_prompts_are_answered() -> None:
-    prompts = [[104, 105], [121, 111]]
-    shard = writer(prompts=prompts).shard(0)
-    begins = shard.begins.tolist()
-    for first, last in pairwise(begins):
-        text = bytes(token for token in shard.tokens[first:last].tolist() if token < 256)
-        assert text.startswith((b"user: hi\nassistant:", b"user: yo\nassistant:"))
-    first_words = shard.parts[torch.searchsorted(shard.places, shard.begins[:-1])]
-    assert set(first_words.tolist()) == {int(Part.ANSWER)}
+def texts(shard: Shard) -> list[bytes]:
+    return [
+        bytes(token for token in ids.tolist() if token < 256) for ids, _ in shard.conversations()
+    ]
+
+
+def test_conversations_are_cut_where_they_begin() -> None:
+    found = list(some_shard().conversations())
+    assert [len(ids) for ids, _ in found] == [5, 7]
+    assert [drawn for _, drawn in found] == [slice(0, 2), slice(2, 3)]
+
+
+def test_given_prompts_are_answered_once_by_every_policy_and_own_turns_follow() -> None:
+    prompts = [[list(b"hi")], [list(b"yo")], [list(b"ho")]]
+    asked = {0: (b"user: hi\nassistant:", b"user: ho\nassistant:"), 1: (b"user: yo\nassistant:",)}
+    for number, openings in asked.items():
+        shard = writer(prompts=prompts, num_shards=2).shard(number)
+        found = texts(shard)
+        num_given = len(openings) * len(POLICIES)
+        for opening in openings:
+            answered = [
+                shard.policies[drawn.start].item()
+                for text, (_, drawn) in zip(found, shard.conversations(), strict=True)
+                if text.startswith(opening)
+            ]
+            assert sorted(answered) == list(range(len(POLICIES)))
+            assert sum(text.startswith(opening) for text in found) == len(POLICIES)
+        assert len(found) > num_given
+        first_parts = [int(shard.parts[drawn.start]) for _, drawn in shard.conversations()]
+        for text, part in zip(found, first_parts, strict=True):
+            assert part == Part.ANSWER or not text.startswith(openings)
+        assert Part.USER in first_parts
+
+
+def test_the_second_of_given_turns_stands_behind_the_first_answer() -> None:
+    shard = writer(prompts=[[list(b"hi"), list(b"yo")]]).shard(0)
+    found = [text for text in texts(shard) if text.startswith(b"user: hi\nassistant:")]
+    assert len(found) == len(POLICIES)
+    assert sum(b"user: yo\nassistant:" in text for text in found) >= 2

@@ -127,7 +127,12 @@ def bench(
     try:
         _run(Benchmark(pairs, items, grid), rows, kept)
     except (OutriderError, KeyboardInterrupt):
-        _save_what_there_is(rows, kept, as_json=as_json)
+        terminal.print_unfinished(
+            [row.as_dict() for row in rows],
+            None if kept is None else (len(rows), kept.path),
+            lambda: print_rows(rows),
+            as_json=as_json,
+        )
         raise
     facts: dict[str, object] = {
         "rows": [row.as_dict() for row in rows],
@@ -232,14 +237,3 @@ def _run(benchmark: Benchmark, rows: list[Row], kept: Unfinished | None) -> None
             + (f"; about {duration(left_s)} left" if number < len(todo) else ""),
             style="dim",
         )
-
-
-def _save_what_there_is(rows: Sequence[Row], kept: Unfinished | None, *, as_json: bool) -> None:
-    """Before an error ends the command: nothing that was measured is lost."""
-    if kept is not None:
-        terminal.err.print(f"{len(rows)} rows are kept in {kept.path}; the same call goes on there")
-    elif rows and as_json:
-        for row in rows:
-            terminal.err.print(json.dumps(row.as_dict()))
-    elif rows:
-        print_rows(rows)

@@ -12,7 +12,14 @@ import typer
 
 from outrider.cli import terminal
 from outrider.cli.app import app
-from outrider.cli.options import EngineOption, JsonOption, TargetOption, duration
+from outrider.cli.options import (
+    EngineOption,
+    JsonOption,
+    KvMemoryOption,
+    TargetOption,
+    duration,
+    kv_bytes,
+)
 from outrider.cli.terminal import read_file
 from outrider.errors import UsageError
 
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.training.distillation import Progress
+    from outrider.training.writing import DrawPolicy
 
 __all__ = ["distill"]
 
@@ -45,6 +53,40 @@ def parse_count(text: str) -> int:
     return int(count)
 
 
+def parse_policies(text: str) -> tuple[DrawPolicy, ...]:
+    """How answers are drawn, as in "0,0.7/0.9,1": temperatures, some with a top-p.
+
+    Raises:
+        UsageError: it cannot be read, or asks for what cannot be drawn by.
+    """
+    from outrider.training.writing import DrawPolicy
+
+    found: list[DrawPolicy] = []
+    for item in text.split(","):
+        temperature, slash, top_p = item.partition("/")
+        try:
+            numbers = float(temperature), float(top_p) if slash else 1.0
+        except ValueError as error:
+            raise UsageError(
+                "temperatures must be numbers, each with or without a top-p behind a slash, like "
+                f"0,0.7/0.9,1; not {item.strip()!r}"
+            ) from error
+        found.append(DrawPolicy(*numbers))
+    return tuple(found)
+
+
+def _read_conversations(file: Path) -> tuple[tuple[str, ...], ...]:
+    if file.suffix.lower() == ".jsonl":
+        from outrider.measure.prompts import read_prompts
+
+        return tuple(item.turns for item in read_prompts(file))
+    turns = [line.strip() for line in read_file(file).splitlines()]
+    asked = tuple((turn,) for turn in turns if turn)
+    if not asked:
+        raise UsageError(f"{file} is empty: expected a user's turn on every line")
+    return asked
+
+
 @app.command()
 def distill(
     out: Annotated[Path, typer.Option(help="Folder of the drafter; a run that ended goes on.")],
@@ -63,24 +105,35 @@ def distill(
     loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "nla",
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 4.0,
+    temperatures: Annotated[
+        str, typer.Option(help="Of the answers, each with its top-p behind a slash.")
+    ] = "0,0.7/0.9,1",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Users' turns to answer, one a line. Default: the target writes them."),
+        typer.Option(
+            help="Users' turns, one a line; in a .jsonl file, conversations in Spec-Bench's form. "
+            "Each is answered once at every temperature, as many as the tokens allow; behind them "
+            "the target writes turns of its own."
+        ),
+    ] = None,
+    also_from: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Another run of this target, whose text is learnt from too.",
+        ),
     ] = None,
     time_limit: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="Of training.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of text, start and order.")] = 0,
     engine: EngineOption = "auto",
+    kv_memory: KvMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a small drafter for a target from the target's own text."""
     count = parse_count(tokens)
-    asked: tuple[str, ...] = ()
-    if prompts is not None:
-        asked = tuple(line.strip() for line in read_file(prompts).splitlines() if line.strip())
-        if not asked:
-            raise UsageError(f"{prompts} is empty: expected a user's turn on every line")
+    asked = _read_conversations(prompts) if prompts else ()
     import torch
 
     from outrider.models import check_choices, load_model
@@ -97,11 +150,17 @@ def distill(
         recipe=Recipe(loss=loss, rate=rate, epochs=epochs, seed=seed),
         time_limit=math.inf if time_limit is None else 60.0 * time_limit,
         prompts=asked,
+        policies=parse_policies(temperatures),
+        also_from=tuple(map(str, also_from or ())),
         seed=seed,
     )
     if target.startswith("toy:"):
         raise UsageError(f"{target} has no weights to learn from; name a transformers model")
-    model = load_model(target, engine=engine)  # type: ignore[arg-type]
+    model = load_model(
+        target,
+        engine=engine,  # type: ignore[arg-type]
+        kv_memory=kv_bytes(kv_memory),
+    )
 
     def module() -> PreTrainedModel:
         return load_weights(find_checkpoint(target, torch.float32), torch.float32)

@@ -67,9 +67,10 @@ def fit(
         raise UsageError(f"{target} has no tokenizer, so text cannot be counted")
     counted: list[Sequence[int]] = [tokenizer.encode(item) for item in texts]
     if distilled:
-        from outrider.training.distillation import written_texts
+        from outrider.training.runs import written_text
 
-        counted.extend(ids for folder in distilled for ids in written_texts(folder, pair.target))
+        for folder in distilled:
+            counted.extend(written_text(folder, pair.target).conversations())
     if lines:
         terminal.err.print(f"generating {len(lines)} answers", style="dim")
         results = pair.generate(

@@ -156,7 +156,12 @@ def measure(
         if not no_cost:
             facts["cost"] = measuring.cost()
     except (OutriderError, KeyboardInterrupt):
-        _save_what_there_is(rows, kept, as_json=as_json)
+        terminal.print_unfinished(
+            rows,
+            None if kept is None else (len(kept.records), kept.path),
+            lambda: print_alpha(rows),
+            as_json=as_json,
+        )
         raise
     facts["provenance"] = provenance(arguments)
     if kept is not None:
@@ -298,19 +303,6 @@ def _note_missing(row: Mapping[str, object], wanted: int) -> None:
             "more prompts (--prompts) give more",
             style="dim",
         )
-
-
-def _save_what_there_is(rows: Rows, kept: Unfinished | None, *, as_json: bool) -> None:
-    """Before an error ends the command: nothing that was measured is lost."""
-    if kept is not None:
-        terminal.err.print(
-            f"{len(kept.records)} pieces are kept in {kept.path}; the same call goes on there"
-        )
-    elif rows and as_json:
-        for row in rows:
-            terminal.err.print(json.dumps(row))
-    elif rows:
-        print_alpha(rows)
 
 
 def _print(facts: Mapping[str, object], rows: Rows) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "check_early",
     "check_output",
     "duration",
+    "kv_bytes",
     "load_pair",
     "parse_bias",
     "parsed",
@@ -100,6 +101,15 @@ def check_early(settings: Settings) -> None:
     check_settings(settings)
 
 
+def kv_bytes(kv_memory: float | None) -> int | None:
+    """Of `--kv-memory` in GiB; UsageError for what is no amount."""
+    if kv_memory is None:
+        return None
+    if not 0 < kv_memory < 1e6:
+        raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
+    return int(kv_memory * 2**30)
+
+
 def load_pair(
     target: str,
     drafter: str,
@@ -119,15 +129,13 @@ def load_pair(
         check_choices(dtype=drafter_dtype)
         if not names_model(drafter):
             raise UsageError(f"--drafter-dtype is for a drafting model, and {drafter} is none")
-    if kv_memory is not None and not 0 < kv_memory < 1e6:
-        raise UsageError(f"--kv-memory must be a positive number of GiB, not {kv_memory}")
     pair = load(
         target,
         drafter,
         engine=engine,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
         device=device,
-        kv_memory=None if kv_memory is None else int(kv_memory * 2**30),
+        kv_memory=kv_bytes(kv_memory),
         drafter_dtype=drafter_dtype,  # type: ignore[arg-type]
     )
     if drafter_dtype is not None and pair.drafting_model is None:

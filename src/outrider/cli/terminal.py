@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from outrider.errors import UsageError
 
-__all__ = ["err", "number", "one_line", "out", "read_file", "read_prompt", "utf8"]
+__all__ = [
+    "err",
+    "number",
+    "one_line",
+    "out",
+    "print_unfinished",
+    "read_file",
+    "read_prompt",
+    "utf8",
+]
 
 out = Console(highlight=False, markup=False, soft_wrap=True)
 err = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
@@ -19,6 +30,31 @@ def one_line(error: BaseException) -> str:
     """What an error says, on one line."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     return " ".join(message.split())
+
+
+def print_unfinished(
+    rows: Sequence[Mapping[str, object]],
+    kept_in: tuple[int, Path] | None,
+    show: Callable[[], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Before an error ends a command: nothing that was measured is lost.
+
+    Args:
+        rows: measured so far.
+        kept_in: how many pieces are kept in which file, if they are.
+        show: prints the rows for people.
+        as_json: whether they were asked for as JSON; then they go to stderr, a line each.
+    """
+    if kept_in is not None:
+        number, file = kept_in
+        err.print(f"{number} pieces are kept in {file}; the same call goes on there")
+    elif rows and as_json:
+        for row in rows:
+            err.print(json.dumps(row))
+    elif rows:
+        show()
 
 
 def read_prompt(argument: str) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -267,8 +268,13 @@ def _import_gguf(file: Path, folder: Path, dtype: torch.dtype) -> dict[str, obje
         )
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    try:
+        with quietly():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk, for one
+        raise OSError(str(error)) from error
     return {"source": name}
 
 

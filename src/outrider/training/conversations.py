@@ -126,6 +126,7 @@ class Conversation:
         policy: index of the policy its answers are drawn by.
         num_turns: users' turns it shall have.
         max_words: most tokens of a user's turn, and of an answer.
+        given: users' turns that are still to be said as they are; those behind them are drawn.
         ids: everything so far.
         parts: of every id, whose word it is, if it was drawn; FRAME for all that was given.
         is_over: whether nothing is to be drawn any more.
@@ -135,6 +136,7 @@ class Conversation:
     policy: int
     num_turns: int
     max_words: tuple[int, int]
+    given: tuple[tuple[int, ...], ...] = ()
     ids: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     is_over: bool = False
@@ -142,14 +144,15 @@ class Conversation:
     _num_words: int = 0
     _turn: int = 1
 
-    def begin(self, words: Sequence[int] = (), *, is_whole: bool = False) -> None:
-        """The frame and the first words of the user's turn; all of them, if it is whole."""
+    def begin(self, words: Sequence[int] = ()) -> None:
+        """The frame, and the user's turn that is given; else `words`, the first ones of a turn."""
         self._say(self.frame.opening)
-        self._say(words)
+        if self.given:
+            self._say_given()
+        else:
+            self._say(words)
         if not self.frame.is_chat:
             self._speaker = Part.ANSWER
-        elif is_whole:
-            self._hand_over()
 
     @property
     def speaker(self) -> Part:
@@ -166,12 +169,21 @@ class Conversation:
             return
         if self._speaker is Part.USER:
             self._hand_over()
-        elif ended and self.frame.is_chat and self._turn < self.num_turns:
+        elif (ended or self.given) and self.frame.is_chat and self._turn < self.num_turns:
             self._turn += 1
             self._go_on(self.frame.turn)
             self._speaker, self._num_words = Part.USER, 0
+            if self.given:
+                self._say_given()
         else:
             self.is_over = True
+
+    def _say_given(self) -> None:
+        words, *others = self.given
+        self.given = tuple(others)
+        self._say(words)
+        if self.frame.is_chat:
+            self._hand_over()
 
     def _hand_over(self) -> None:
         self._go_on(self.frame.answer)

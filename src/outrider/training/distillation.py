@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,8 +31,9 @@ from outrider.models.cache import written_whole
 from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
 from outrider.training.conversations import chat_frame
-from outrider.training.learning import Evaluation, Point, Recipe, lessons, train
+from outrider.training.learning import Evaluation, Lesson, Point, Recipe, lessons, train
 from outrider.training.losses import LOSSES
+from outrider.training.runs import WrittenText, open_run, written_text
 from outrider.training.shards import Shard, read_shard, shard_file, shards_in, write_shard
 from outrider.training.student import (
     StudentShape,
@@ -41,12 +41,14 @@ from outrider.training.student import (
     make_student,
     read_as_closest,
 )
-from outrider.training.writing import Writer
+from outrider.training.writing import POLICIES, DrawPolicy, Writer
 
-__all__ = ["Plan", "Progress", "distil", "save_drafter", "written_texts"]
+__all__ = ["Material", "Plan", "Progress", "distil", "prepare", "save_drafter"]
 
-_MAKING = "making"
-_SETTINGS = "run.json"
+DrawnText = tuple[Sequence[Shard], Sequence[DrawPolicy]]
+"""Shards, and the policies that their answers were drawn by."""
+
+
 _HELD_OUT = 0.02
 """Share of the shards that is judged by and not learnt from; at least one."""
 
@@ -61,7 +63,10 @@ class Plan:
         vocab_size: V', ids it knows.
         recipe: of the training.
         time_limit: seconds of training at most.
-        prompts: users' turns, to be answered; empty lets the target write them too.
+        prompts: conversations to hold, of each its users' turns. Behind them, or if there are none,
+            the target writes the turns too.
+        policies: how answers are drawn; every turn is answered by each.
+        also_from: folders of other runs of this target, whose text so far is learnt from too.
         rows: conversations written side by side.
         passes: of a shard.
         seed: of the text.
@@ -72,7 +77,9 @@ class Plan:
     vocab_size: int = 8192
     recipe: Recipe = field(default_factory=Recipe)
     time_limit: float = math.inf
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[tuple[str, ...], ...] = ()
+    policies: tuple[DrawPolicy, ...] = POLICIES
+    also_from: tuple[str, ...] = ()
     rows: int = 48
     passes: int = 400
     seed: int = 0
@@ -92,6 +99,9 @@ class Plan:
         for name in ("vocab_size", "rows", "passes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.policies or len(set(self.policies)) < len(self.policies):
+            drawn = ", ".join(map(str, self.policies)) or "none"
+            raise UsageError(f"answers must be drawn by policies, each named once; got {drawn}")
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,54 @@ class Progress:
     seconds: float
     loss: float | None = None
     judged: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a student learns from.
+
+    Attributes:
+        vocabulary: the ids it shall know.
+        judges: answers to judge it by.
+        taught: conversations to learn from.
+    """
+
+    vocabulary: Vocabulary
+    judges: list[Lesson]
+    taught: list[Lesson]
+
+
+def prepare(
+    target: Model,
+    module: PreTrainedModel,
+    held_out: DrawnText,
+    text: Sequence[DrawnText],
+    vocab_size: int,
+) -> Material:
+    """Lessons from a target's text, and the vocabulary that covers most of it.
+
+    Args:
+        target: who wrote it.
+        module: its weights; unknown ids are read as those whose embeddings are closest.
+        held_out: to judge by.
+        text: to learn from; answers to the questions that are judged by are left out.
+        vocab_size: V'.
+    """
+    shards = [shard for some, _ in text for shard in some]
+    vocabulary = _vocabulary(target, module, shards, vocab_size)
+    kept, read_as = vocabulary.kept, vocabulary.read_as
+    some, policies = held_out
+    judges = lessons(some, kept, read_as, policies=policies, answers_only=True)
+    asked = {tuple(judge.ids[: judge.places[0]].tolist()) for judge in judges}
+    lengths = sorted({len(question) for question in asked})
+    taught = [
+        lesson
+        for some, policies in text
+        for lesson in lessons(some, kept, read_as, policies=policies)
+        # Another run may have been given the same questions.
+        if not any(tuple(lesson.ids[:length].tolist()) in asked for length in lengths)
+    ]
+    return Material(vocabulary, judges, taught)
 
 
 def distil(
@@ -137,8 +195,19 @@ def distil(
         UsageError: the folder holds another run or other files, cannot be written, or the plan does
             not fit the target. Whatever was written stays.
     """
-    making = _open_run(folder, target, plan)
-    shards = _text(target, making, plan, tell)
+    prompts = _encoded(target, plan)
+    others = [written_text(Path(other), target) for other in plan.also_from]
+    for other in others:
+        if other.seed == plan.seed:
+            raise UsageError(
+                f"{other.folder} was written with seed {plan.seed} too, so its text may be this "
+                "run's own; give this run another seed"
+            )
+    settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
+    del settings["time_limit"]  # how long to train may change between calls
+    del settings["also_from"]  # kept with how much there was
+    making, others = open_run(folder, settings, others)
+    shards = _text(target, making, plan, prompts, tell)
     num_held_out = max(1, round(_HELD_OUT * len(shards)))
     if num_held_out >= len(shards):
         raise UsageError(
@@ -146,14 +215,13 @@ def distil(
             "needed, one to learn from and one to judge by: ask for more tokens"
         )
     model = module()
-    vocabulary = _vocabulary(target, model, shards[num_held_out:], plan)
-    ends = target.eos_ids
-    student = make_student(model, vocabulary.kept, plan.shape, eos_ids=ends, seed=plan.recipe.seed)
-    del model
-    held_out = lessons(
-        shards[:num_held_out], vocabulary.kept, vocabulary.read_as, answers_only=True
+    text = [(shards[num_held_out:], plan.policies)]
+    text += [(list(other.shards()), other.policies) for other in others]
+    material = prepare(target, model, (shards[:num_held_out], plan.policies), text, plan.vocab_size)
+    student = make_student(
+        model, material.vocabulary.kept, plan.shape, eos_ids=target.eos_ids, seed=plan.recipe.seed
     )
-    taught = lessons(shards[num_held_out:], vocabulary.kept, vocabulary.read_as)
+    del model
     begun = time.monotonic()
 
     def told(step: int, num_steps: int, loss: float, judged: Evaluation | None) -> None:
@@ -161,52 +229,22 @@ def distil(
 
     course = train(
         student,
-        taught,
-        held_out,
+        material.taught,
+        material.judges,
         plan.recipe,
         state=making / "student.pt",
         time_limit=plan.time_limit,
         tell=told,
     )
-    save_drafter(student, vocabulary, folder)
+    save_drafter(student, material.vocabulary, folder)
     judged = course[-1].judged
-    num_taught = sum(len(lesson.places) for lesson in taught)
+    asked = _num_asked(target, prompts, shards)
+    num_taught = sum(len(lesson.places) for lesson in material.taught)
     with written_whole(folder / "README.md") as unfinished:
         unfinished.write_text(
-            _card(target, plan, student.config, course, num_taught), encoding="utf-8"
+            _card(target, plan, student.config, course, num_taught, others, asked), encoding="utf-8"
         )
     return judged
-
-
-def written_texts(folder: Path, target: Model) -> list[list[int]]:
-    """Every conversation that a target has written in a run so far, token ids; for n-gram tables.
-
-    Args:
-        folder: of the run, finished or not.
-        target: whose run it should be.
-
-    Raises:
-        UsageError: the folder holds no run, no text yet, or another target's.
-    """
-    try:
-        settings = json.loads((folder / _MAKING / _SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{folder} holds no run of `outrider distill` with its {_MAKING} folder"
-        ) from error
-    if settings.get("target") != target.name:
-        raise UsageError(
-            f"{folder} holds text of {settings.get('target')}, not of {target.name}; name that "
-            "target"
-        )
-    texts = [
-        shard.tokens[first:last].tolist()
-        for shard in map(read_shard, shards_in(folder / _MAKING))
-        for first, last in pairwise(shard.begins.tolist())
-    ]
-    if not texts:
-        raise UsageError(f"{folder} holds no text yet; let `outrider distill` write some")
-    return texts
 
 
 def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path) -> None:
@@ -225,11 +263,23 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
 
 
 def _card(
-    target: Model, plan: Plan, form: LlamaConfig, course: Sequence[Point], num_taught: int
+    target: Model,
+    plan: Plan,
+    form: LlamaConfig,
+    course: Sequence[Point],
+    num_taught: int,
+    others: Sequence[WrittenText],
+    num_asked: int,
 ) -> str:
     """What there is to know about a drafter."""
     judged = course[-1].judged
-    turns = f"{len(plan.prompts)} given users' turns" if plan.prompts else "users' turns of its own"
+    turns = "users' turns of its own"
+    if num_asked:
+        turns = f"{num_asked} given prompts and to {turns}"
+    policies = dict.fromkeys([*plan.policies, *(p for other in others for p in other.policies)])
+    drawn = ", ".join(map(str, policies))
+    if others:
+        drawn += f", some from {len(others)} other run{'s' * (len(others) > 1)}"
     return f"""# A drafter for {target.name}
 
 Made by `outrider distill`. It proposes tokens that {target.name} checks (speculative decoding), and
@@ -238,8 +288,8 @@ is no use by itself.
 * Form: Llama, {form.num_hidden_layers} layers of width {form.hidden_size}, {form.vocab_size} of the
   target's {target.vocab_size} ids (`vocabulary.safetensors`); the others it reads as the closest of
   these and never proposes.
-* Data: {num_taught} tokens of the target's own text: answers to {turns}, drawn greedily, at
-  temperature 0.7 within 0.9 of the mass, and at temperature 1; no other text.
+* Data: {num_taught} tokens of the target's own text: answers to {turns}, at temperatures
+  {drawn}; no other text. After a slash stands top-p.
 * Recipe: loss {plan.recipe.loss}, learning rate {plan.recipe.rate:g}, {plan.recipe.epochs:g}
   epochs, seed {plan.seed}.
 * On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely
@@ -266,66 +316,65 @@ def _course_table(course: Sequence[Point]) -> str:
     )
 
 
-def _open_run(folder: Path, target: Model, plan: Plan) -> Path:
-    """The folder of what the drafter is made from, its settings checked or written."""
-    making = folder / _MAKING
-    settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
-    # How long to train may change between calls.
-    settings.pop("time_limit")
-    file = making / _SETTINGS
-    try:
-        if file.is_file():
-            found = json.loads(file.read_text())
-            differing = sorted(name for name in settings if found.get(name) != settings[name])
-            if differing:
-                name = differing[0]
-                raise UsageError(
-                    f"{folder} holds a run with {name} {found.get(name)!r}, not "
-                    f"{settings[name]!r}; repeat that call to go on with it, or choose another "
-                    "folder"
-                )
-            return making
-        if not _is_free(folder, making):
+def _encoded(target: Model, plan: Plan) -> list[list[list[int]]]:
+    """Token ids of the given turns; UsageError for what this target cannot be asked."""
+    assert target.tokenizer is not None
+    encode = target.tokenizer.encode
+    prompts = dict.fromkeys(plan.prompts)
+    found = [[encode(turn, special=False) for turn in turns] for turns in prompts]
+    most = target.context_length // 2
+    for number, turns in enumerate(found, start=1):
+        if len(turns) > 1 and not target.tokenizer.has_chat_template:
             raise UsageError(
-                f"{folder} exists and holds no run to go on with; choose another folder"
+                f"prompt {number} has {len(turns)} turns, but {target.name} has no chat format: "
+                "give it prompts of one turn"
             )
-        making.mkdir(parents=True, exist_ok=True)
-        with written_whole(file) as unfinished:
-            unfinished.write_text(json.dumps(settings, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot use {folder}: {reason}") from error
-    return making
+        if (length := sum(map(len, turns))) > most:
+            raise UsageError(
+                f"prompt {number} has {length} tokens; at most {most}, half of what {target.name} "
+                "can read, leave room for the answers"
+            )
+    return found
 
 
-def _is_free(folder: Path, making: Path) -> bool:
-    """Whether a run can begin here: nothing stands here but what a call cut short at once left."""
-    if not folder.exists():
-        return True
-    if not folder.is_dir():
-        return False
-    begun = making.iterdir() if making.is_dir() else iter(())
-    return all(item == making for item in folder.iterdir()) and all(
-        item.name.startswith(f".{_SETTINGS}.") for item in begun
-    )
+def _num_asked(
+    target: Model, prompts: Sequence[Sequence[Sequence[int]]], shards: Sequence[Shard]
+) -> int:
+    """How many of the given prompts there was room for."""
+    assert target.tokenizer is not None
+    frame = chat_frame(target.tokenizer, target.eos_ids)
+    begins = {(*frame.opening, *turns[0], *frame.answer) for turns in prompts}
+    lengths = sorted(set(map(len, begins)))
+    found = {
+        begin
+        for shard in shards
+        for ids, _ in shard.conversations()
+        for length in lengths
+        if (begin := tuple(ids[:length].tolist())) in begins
+    }
+    return len(found)
 
 
-def _text(target: Model, making: Path, plan: Plan, tell: Callable[[Progress], None]) -> list[Shard]:
+def _text(
+    target: Model,
+    making: Path,
+    plan: Plan,
+    prompts: Sequence[Sequence[Sequence[int]]],
+    tell: Callable[[Progress], None],
+) -> list[Shard]:
     """All shards, those that are missing written now."""
     num_shards = -(-plan.tokens // (plan.rows * plan.passes))
     have = {file.name for file in shards_in(making)}
     missing = [n for n in range(num_shards) if shard_file(making, n).name not in have]
     if missing:
-        assert target.tokenizer is not None
-        prompts = [target.tokenizer.encode(text, special=False) for text in plan.prompts]
         writer = Writer(
             target,
             seed=plan.seed,
             num_rows=plan.rows,
             num_passes=plan.passes,
-            prompts=prompts or None,
+            policies=plan.policies,
+            prompts=prompts,
+            num_shards=num_shards,
         )
         begun, done = time.monotonic(), (num_shards - len(missing)) * writer.tokens_per_shard
         for number in missing:
@@ -338,7 +387,7 @@ def _text(target: Model, making: Path, plan: Plan, tell: Callable[[Progress], No
 
 
 def _vocabulary(
-    target: Model, module: PreTrainedModel, shards: Sequence[Shard], plan: Plan
+    target: Model, module: PreTrainedModel, shards: Sequence[Shard], vocab_size: int
 ) -> Vocabulary:
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     for shard in shards:
@@ -347,7 +396,7 @@ def _vocabulary(
     assert target.tokenizer is not None
     frame = chat_frame(target.tokenizer, target.eos_ids)
     always = {*frame.opening, *frame.answer, *frame.turn, *frame.ends}
-    kept = choose_vocabulary(counts, plan.vocab_size, always)
+    kept = choose_vocabulary(counts, vocab_size, always)
     embeddings = module.get_input_embeddings().weight.detach()[: target.vocab_size]
     read_as = read_as_closest(embeddings, kept)
     return Vocabulary(kept, read_as, tokenizer_digest(target.tokenizer))

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +32,6 @@ _LAST_RATE = 0.1
 _KEEP_EVERY_S = 60.0
 _GLANCE = 48
 """Conversations that are looked at on the way."""
-_GREEDY = next(i for i, policy in enumerate(POLICIES) if policy.temperature == 0.0)
-_SAMPLED = POLICIES.index(DrawPolicy(1.0))
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,14 @@ class Lesson:
         places: int64 [A], indices of the tokens to learn, each at least 1.
         top_ids: int64 [A, K] in the student's ids, -1 for what it cannot propose.
         top_probs: float32 [A, K] of the target.
-        policy: index of how the answers were drawn.
+        policy: how the answers were drawn.
     """
 
     ids: Tensor
     places: Tensor
     top_ids: Tensor
     top_probs: Tensor
-    policy: int = 0
+    policy: DrawPolicy
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,12 @@ class Point(NamedTuple):
 
 
 def lessons(
-    shards: Sequence[Shard], kept: Tensor, read_as: Tensor, *, answers_only: bool = False
+    shards: Sequence[Shard],
+    kept: Tensor,
+    read_as: Tensor,
+    *,
+    policies: Sequence[DrawPolicy] = POLICIES,
+    answers_only: bool = False,
 ) -> list[Lesson]:
     """What is to be learnt from shards, or judged by.
 
@@ -114,32 +116,29 @@ def lessons(
         shards: of the target's text.
         kept: int64 [V'].
         read_as: int64 [V].
+        policies: that the shards' answers were drawn by.
         answers_only: leave out what the target wrote in a user's place.
     """
     own = torch.full((len(read_as),), -1, dtype=torch.int64)
     own[kept] = torch.arange(len(kept))
     found = []
     for shard in shards:
-        places = shard.places.long()
-        wanted = torch.full_like(shard.parts, True, dtype=torch.bool)
-        if answers_only:
-            wanted = shard.parts == int(Part.ANSWER)
-        bounds = torch.searchsorted(places, shard.begins.long()).tolist()
+        wanted = shard.parts == int(Part.ANSWER)
+        if not answers_only:
+            wanted = torch.ones_like(wanted)
         begins = shard.begins.tolist()
-        for index, (first, last) in enumerate(pairwise(bounds)):
-            chosen = torch.arange(first, last)[wanted[first:last]]
-            if not len(chosen):
-                continue
-            ids = shard.tokens[begins[index] : begins[index + 1]].long()
-            found.append(
-                Lesson(
-                    read_as[ids],
-                    places[chosen] - begins[index],
-                    own[shard.top_ids[chosen].long()],
-                    shard.top_probs[chosen].float(),
-                    int(shard.policies[first]),
+        for begin, (ids, drawn) in zip(begins, shard.conversations(), strict=False):
+            chosen = torch.arange(drawn.start, drawn.stop)[wanted[drawn]]
+            if len(chosen):
+                found.append(
+                    Lesson(
+                        read_as[ids.long()],
+                        shard.places[chosen].long() - begin,
+                        own[shard.top_ids[chosen].long()],
+                        shard.top_probs[chosen].float(),
+                        policies[int(shard.policies[drawn.start])],
+                    )
                 )
-            )
     return found
 
 
@@ -233,7 +232,7 @@ def evaluate(
     """How a student does on conversations it has not learnt from."""
     was_training = student.training
     student.eval()
-    accepted, agreed, policies = [], [], []
+    accepted, agreed, temperatures = [], [], []
     for batch in _grouped(held_out, range(len(held_out)), batch_tokens):
         chosen = [held_out[index] for index in batch]
         logits, top_ids, probs = _read(student, chosen)
@@ -241,13 +240,15 @@ def evaluate(
         rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
         accepted.append(acceptance(log_q, log_rest, probs, rest))
         agreed.append((logits.argmax(dim=-1) == top_ids[:, 0]).float())
-        policies += [torch.full((len(lesson.places),), lesson.policy) for lesson in chosen]
+        temperatures += [
+            torch.full((len(lesson.places),), lesson.policy.temperature) for lesson in chosen
+        ]
     student.train(was_training)
-    of = torch.cat(policies)
+    drawn_at = torch.cat(temperatures)
     return Evaluation(
-        _mean(torch.cat(accepted), of == _SAMPLED),
-        _mean(torch.cat(agreed), of == _GREEDY),
-        len(of),
+        _mean(torch.cat(accepted), drawn_at == 1.0),
+        _mean(torch.cat(agreed), drawn_at == 0.0),
+        len(drawn_at),
     )
 
 

@@ -8,9 +8,12 @@ and then renamed: a shard is there whole, or not at all.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -48,6 +51,16 @@ class Shard:
     def num_drawn(self) -> int:
         """A, the tokens the target drew."""
         return len(self.places)
+
+    def conversations(self) -> Iterator[tuple[Tensor, slice]]:
+        """Of each its ids, int32 [n], and which of the drawn tokens are its own.
+
+        A drawn token stands at `places` less what `begins` says.
+        """
+        bounds = torch.searchsorted(self.places, self.begins).tolist()
+        spans = pairwise(self.begins.tolist())
+        for (begin, end), (first, last) in zip(spans, pairwise(bounds), strict=True):
+            yield self.tokens[begin:end], slice(first, last)
 
 
 def shard_file(folder: Path, number: int) -> Path:

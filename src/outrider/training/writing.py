@@ -4,8 +4,9 @@ All rows of a shard grow in step for a fixed number of passes, so no pass runs w
 end; a row whose conversation is over begins another. Drawing is done for all rows at once on the K
 most likely ids of each; a full row of V is looked at only where the draw falls outside them.
 
-A user's turn is answered once by every policy: written once, it is read from the cache by the
-others.
+A user's turn is answered once by every policy: where the target has written it, the others read it
+from the cache. Turns that are given are shared out over the shards and answered first; what room is
+left is filled with turns that the target writes. So no greedy answer is drawn twice.
 
 A shard is a function of the settings and its number alone. Who interrupts a shard loses that one,
 and gets the same again.
@@ -13,6 +14,7 @@ and gets the same again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,25 +22,49 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from outrider.errors import UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.training.conversations import OPENERS, Conversation, Frame, Part, chat_frame
 from outrider.training.shards import Shard
 
-__all__ = ["DrawPolicy", "Writer", "draw"]
+__all__ = ["POLICIES", "DrawPolicy", "Writer", "draw"]
 
 _CANDIDATES = 64
 """Ids that are drawn from without looking at the whole row."""
 _OPENED = 0.5
 """Share of conversations whose first words are given."""
 _SECOND_TURN = 0.3
+_COLDEST = 0.01
 
 
 @dataclass(frozen=True)
 class DrawPolicy:
-    """How answers are drawn: temperature (0: the most likely id) and top-p."""
+    """How answers are drawn: temperature (0: the most likely id) and top-p, written 0.7/0.9.
+
+    Raises:
+        UsageError: a temperature below 0 or so low that it is 0, a top-p outside (0, 1], or one
+            beside temperature 0, where it changes nothing.
+    """
 
     temperature: float
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn by."""
+        is_greedy = self.temperature == 0.0
+        if not (is_greedy or _COLDEST <= self.temperature < math.inf):
+            raise UsageError(
+                f"temperatures must be 0 or at least {_COLDEST}, not {self.temperature}"
+            )
+        if not 0.0 < self.top_p <= 1.0 or (is_greedy and self.top_p < 1.0):
+            raise UsageError(
+                "top-p must be above 0 and at most 1, and has no meaning at temperature 0; got "
+                f"{self.top_p:g} at temperature {self.temperature:g}"
+            )
+
+    def __str__(self) -> str:
+        """As the command line takes it."""
+        return f"{self.temperature:g}" + (f"/{self.top_p:g}" if self.top_p < 1.0 else "")
 
 
 POLICIES = (DrawPolicy(0.0), DrawPolicy(0.7, 0.9), DrawPolicy(1.0))
@@ -67,7 +93,8 @@ class Writer:
         num_passes: of every shard; each row gets one token in each.
         top_k: K, the ids of which probabilities are kept.
         policies: every turn of a user is answered by each of them.
-        prompts: token ids of users' turns to answer; None lets the target write them.
+        prompts: conversations to hold first: of each, the token ids of its users' turns.
+        num_shards: over which the prompts are shared out; each answers as many of its own as fit.
         max_words: most tokens of a user's turn, and of an answer.
     """
 
@@ -80,7 +107,8 @@ class Writer:
         num_passes: int = 400,
         top_k: int = 64,
         policies: Sequence[DrawPolicy] = POLICIES,
-        prompts: Sequence[Sequence[int]] | None = None,
+        prompts: Sequence[Sequence[Sequence[int]]] = (),
+        num_shards: int = 1,
         max_words: tuple[int, int] = (160, 320),
     ) -> None:
         assert target.tokenizer is not None, "a target without text writes none"
@@ -90,7 +118,8 @@ class Writer:
         self._num_passes = num_passes
         self._top_k = top_k
         self._policies = tuple(policies)
-        self._prompts = prompts
+        self._prompts = [tuple(tuple(turn) for turn in turns) for turns in prompts]
+        self._num_shards = num_shards
         self._max_words = max_words
         self._frame: Frame = chat_frame(target.tokenizer, target.eos_ids)
         self._openers = [target.tokenizer.encode(text, special=False) for text in OPENERS]
@@ -106,7 +135,7 @@ class Writer:
         # What is cached already would make other passes of this shard, with other roundings.
         self._target.forget()
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
-        waiting: deque[Conversation] = deque()
+        waiting = deque(self._asked(number))
         rows = [self._open(waiting, generator) for _ in range(self._num_rows)]
         done: list[_Row] = []
         for _ in range(self._num_passes):
@@ -123,9 +152,9 @@ class Writer:
             for index, row in enumerate(rows):
                 row.places.append(len(row.text.ids))
                 row.laws.append((top_ids[index], top_probs[index]))
-                asked = row.text.speaker is Part.USER
+                was_asking = row.text.speaker is Part.USER
                 row.text.add(tokens[index])
-                if asked and row.text.speaker is Part.ANSWER:
+                if was_asking and row.text.speaker is Part.ANSWER:
                     waiting.extend(self._others(row.text))
         for row in rows:
             row.table.close()
@@ -137,9 +166,17 @@ class Writer:
             text = waiting.popleft()
         else:
             text = self._begun(generator)
-            if text.speaker is Part.ANSWER and self._frame.is_chat:  # a question as it was given
-                waiting.extend(self._others(text))
         return _Row(text, self._target.start(Prompt(text.ids)))
+
+    def _asked(self, number: int) -> list[Conversation]:
+        """The conversations that shard `number` begins with."""
+        asked = []
+        for turns in self._prompts[number :: self._num_shards]:
+            for policy in range(len(self._policies)):
+                text = Conversation(self._frame, policy, len(turns), self._max_words, turns)
+                text.begin()
+                asked.append(text)
+        return asked
 
     def _others(self, text: Conversation) -> list[Conversation]:
         """The same question for each of the other policies; its words were drawn only once."""
@@ -166,9 +203,7 @@ class Writer:
             num_turns=2 if chance() < _SECOND_TURN else 1,
             max_words=self._max_words,
         )
-        if self._prompts is not None:
-            text.begin(self._prompts[choose(len(self._prompts))], is_whole=True)
-        elif self._frame.is_chat and chance() < _OPENED:
+        if self._frame.is_chat and chance() < _OPENED:
             text.begin(self._openers[choose(len(self._openers))])
         else:
             text.begin()
@@ -202,12 +237,18 @@ def draw(
     probs = (values - logits.logsumexp(dim=1, keepdim=True)).exp()
     temperatures = torch.tensor([policy.temperature for policy in policies])[:, None]
     top_ps = torch.tensor([policy.top_p for policy in policies])[:, None]
-    # At temperature 1 without a filter the rest of the row counts too; otherwise candidates only.
-    is_plain = (temperatures == 1.0) & (top_ps == 1.0)
-    tempered = (values / temperatures.clamp(min=1e-4)).softmax(dim=1)
+    # Without a filter the rest of the row counts too; otherwise candidates only.
+    is_plain = (temperatures > 0.0) & (top_ps == 1.0)
+    temperatures = temperatures.clamp(min=1e-4)
+    tempered = (values / temperatures).softmax(dim=1)
     nucleus = tempered.cumsum(dim=1) - tempered < top_ps
     tempered = tempered * nucleus
-    laws = torch.where(is_plain, probs, tempered / tempered.sum(dim=1, keepdim=True))
+    laws = tempered / tempered.sum(dim=1, keepdim=True)
+    laws = torch.where(is_plain & (temperatures == 1.0), probs, laws)
+    for temperature in set(temperatures[is_plain & (temperatures != 1.0)].tolist()):
+        chosen = (is_plain & (temperatures == temperature))[:, 0]
+        whole = (logits[chosen] / temperature).logsumexp(dim=1, keepdim=True)
+        laws[chosen] = (values[chosen] / temperature - whole).exp()
     uniforms = torch.rand(len(policies), 1, generator=generator)
     places = torch.searchsorted(laws.cumsum(dim=1), uniforms, right=True)[:, 0]
     tokens = []
@@ -215,7 +256,7 @@ def draw(
         if place < num_candidates:
             tokens.append(int(ids[row, place]))
         elif is_plain[row] and num_candidates < logits.shape[1]:
-            rest = logits[row].softmax(dim=0).index_fill(0, ids[row], 0.0)
+            rest = (logits[row] / temperatures[row]).softmax(dim=0).index_fill(0, ids[row], 0.0)
             tokens.append(int(torch.multinomial(rest, 1, generator=generator)))
         else:  # rounding: the law's sum fell short of the uniform
             tokens.append(int(ids[row, int(laws[row].nonzero()[-1])]))
