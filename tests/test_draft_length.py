@@ -202,6 +202,26 @@ def test_larger_batches_draft_less_and_the_largest_nothing() -> None:
     assert lengths[2] < 0.1
 
 
+def test_in_a_batch_a_draft_must_be_worth_the_change_of_width() -> None:
+    steady = Costs((1, 64), (1.0, 4.15))
+    changing = Costs((1, 64), (1.0, 4.15), change_ms=0.4)
+
+    def share_drafted(costs: Costs, num_requests: int) -> float:
+        played = play(
+            Adaptive(costs),
+            lambda number, _: number % 2 == 0,
+            num_rounds=300,
+            surety=lambda *_: 0.5,
+            num_requests=num_requests,
+        )
+        return sum(drafted > 0 for drafted, _ in played[100:]) / 200
+
+    assert share_drafted(steady, 8) > 0.9
+    assert share_drafted(changing, 8) < 0.2
+    # Alone, whoever drafts in one round mostly drafts in the next one too.
+    assert share_drafted(changing, 1) == share_drafted(steady, 1) > 0.9
+
+
 def test_two_requests_share_nothing() -> None:
     first, second = Adaptive(MODEL), Adaptive(MODEL)
     play(first, lambda *_: False, num_rounds=50)

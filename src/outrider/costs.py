@@ -28,7 +28,7 @@ CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _WIDEST_PASS = 96
 """Most rows of a pass over several sequences: curves are straight before, and passes slow."""
-_FORMAT = "costs 3"
+_FORMAT = "costs 4"
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,13 @@ def measure_costs(
     drafter_reads = typical(reads) / curve[-1] if reads else 0.0
     change_ms = 0.0
     if len(kept) > 1:
-        rises = [typical(changed[n]) - typical(times[n]) for n in kept]
-        change_ms = max(0.0, statistics.median(rises))
+        # By pairs: of single times, the least disturbed ones of either kind differ by chance.
+        pairs = (
+            (first, second)
+            for n in kept
+            for first, second in zip(changed[n], times[n], strict=True)
+        )
+        change_ms = max(0.0, statistics.median(first - second for first, second in pairs))
     return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms, drafter_reads)
 
 
