@@ -141,10 +141,12 @@ def test_every_list_spans_the_grid(bench: Callable[..., Outcome]) -> None:
 def test_provenance_names_versions_machine_arguments_and_source(
     bench: Callable[..., Outcome],
 ) -> None:
-    source = bench("--task", "chat", "--temperature", "0", "--json").facts["provenance"]
+    outcome = bench("--task", "chat", "--temperature", "0", "--drafter", "auto", "--json")
+    source = outcome.facts["provenance"]
     assert source["outrider"] == outrider.__version__
     assert source["torch"]
     assert source["arguments"]["target"] == "toy:target"
+    assert source["proposed_by"] == {"toy:near": "toy:near", "auto": "lookup"}
     assert len(source["source"]) == 16
     assert {"git", "machine", "processor", "python"} <= set(source)
 

@@ -136,7 +136,7 @@ def bench(
         raise
     facts: dict[str, object] = {
         "rows": [row.as_dict() for row in rows],
-        "provenance": provenance(_arguments(models, grid, items)),
+        "provenance": provenance(_arguments(models, grid, items), proposed_by=_names(pairs)),
     }
     if kept is not None:
         kept.finish(facts)
@@ -146,6 +146,18 @@ def bench(
         if top_k or top_p != 1.0:
             terminal.out.print(f"all rows: top-k {top_k}, top-p {top_p:g}", style="dim")
         print_rows(rows)
+
+
+def _names(pairs: Mapping[str, Pair]) -> dict[str, str]:
+    """Of every drafter as it was called, what proposed: says what "auto" was."""
+    first = "lookup+"
+    names = {
+        called: pair.drafter.name if pair.drafter else "none" for called, pair in pairs.items()
+    }
+    return {
+        called: first * name.startswith(first) + Path(name.removeprefix(first)).name
+        for called, name in names.items()
+    }
 
 
 def _gamma(text: str) -> int | None:
