@@ -1055,6 +1055,9 @@ def test_ctrl_c_leaves_with_exit_code_130(run: Run, monkeypatch: pytest.MonkeyPa
         (("--text", __file__, "--dtype", "float8"), "bfloat16"),
         (("--text", __file__, "--seed", "-1"), "seed"),
         (("--text", __file__, "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--text", __file__, "--temperature", "1"), "are for answers to --prompts"),
+        (("--text", __file__, "--seed", "0"), "are for answers to --prompts"),
+        (("--prompts", "/dev/null"), "is empty"),
     ],
 )
 def test_a_wrong_value_for_fit_is_one_line_and_exit_code_2_and_no_table(

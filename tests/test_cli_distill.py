@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import test_cli
-from outrider.cli.distill import parse_count, parse_policies
+from models.test_checkpoints import TEMPLATE, byte_level, llama, save
+from outrider.cli.distill import PROVENANCE, parse_count, parse_policies
 from outrider.errors import UsageError
+from outrider.training import distillation
+from outrider.training.distillation import Plan
 from outrider.training.writing import POLICIES, DrawPolicy
 from test_cli import Run, assert_refused
 
@@ -66,3 +71,37 @@ def test_wrong_use_is_one_clear_line_and_makes_no_folder(run: Run, tmp_path: Pat
     ):
         assert_refused(run("distill", "--out", out, *arguments), part)
     assert not Path(out).exists()
+
+
+def test_a_drafter_is_made_told_of_and_used(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path / "target", llama(), byte_level(), chat_template=TEMPLATE)
+    monkeypatch.setattr(distillation, "Plan", partial(Plan, rows=5, passes=60))
+    (tmp_path / "prompts.txt").write_text("the dog\n\nthe dog\n")
+    out = tmp_path / "drafter"
+    call = (
+        *("distill", "--target", folder, "--out", str(out), "--tokens", "600", "--seed", "3"),
+        *("--layers", "1", "--vocab-size", "60", "--epochs", "1", "--engine", "torch"),
+        *("--prompts", str(tmp_path / "prompts.txt"), "--temperatures", "0,1"),
+    )
+    made = run(*call, "--json")
+    assert made.code == 0
+    assert made.facts["folder"] == str(out)
+    assert 0.0 < made.facts["alpha"] <= 1.0
+    assert "text: 300 of 600; about" in made.err
+    source = json.loads((out / PROVENANCE).read_text())
+    assert source["alpha"] == made.facts["alpha"]
+    assert (source["arguments"]["target"], source["arguments"]["prompts"]) == (folder, 1)
+    assert "answers to 1 given prompts" in (out / "README.md").read_text()
+    again = run(*call)  # everything is there already
+    assert f"use it with --drafter {out}" in again.out
+    assert "text:" not in again.err
+    table = str(tmp_path / "table")
+    fitted = run("fit", table, "--target", folder, "--distilled", str(out), "--json")
+    assert fitted.facts["num_tokens"] > 600
+    drafted = run(
+        *("generate", "the dog", "--target", folder, "--drafter", str(out), "--engine", "torch"),
+        *("--gamma", "3", "--max-new-tokens", "12", "--json"),
+    )
+    assert drafted.facts["stats"]["drafted"] > 0

@@ -1,6 +1,6 @@
 """Put a drafter that `outrider distill` made into the package, for everyone who runs its target.
 
-    python tools/ship_drafter.py FOLDER NAME [--target REF] [--bench FILE ...]
+    python tools/ship_drafter.py FOLDER NAME [--target REF] [--bench FILE ...] [--licence NAME]
 
 Folds the weights to one byte each, copies vocabulary and card, and enters the drafter in the index
 under its target's fingerprint. Rows of `outrider bench --json` files become a table in the card.
@@ -13,6 +13,7 @@ import json
 import shutil
 from pathlib import Path
 
+from outrider.cli.distill import PROVENANCE
 from outrider.drafters.registry import FOLDER, INDEX, target_fingerprint
 from outrider.models import check_same_tokenizer, load_model
 from outrider.models.compact import fold
@@ -21,9 +22,12 @@ MOST_MB = 16.0
 
 
 def figures(files: list[Path]) -> str:
-    """A table of benchmark rows in Markdown, one row for every task, temperature and policy."""
+    """A table of benchmark rows in Markdown, one row for every task, temperature and top-p.
+
+    Their alpha is the share of examined drafts that were accepted, copies by lookup among them.
+    """
     lines = [
-        "| task | temperature | top-p | alpha | tokens per pass | speed-up |",
+        "| task | temperature | top-p | alpha, counted | tokens per pass | speed-up |",
         "|---" * 6 + "|",
     ]
     for file in files:
@@ -31,7 +35,8 @@ def figures(files: list[Path]) -> str:
         top_p = facts["provenance"]["arguments"].get("top_p", 1.0)
         for row in facts["rows"]:
             lines.append(
-                f"| {row['task']} | {row['temperature']:g} | {top_p:g} | {row['alpha_hat']:.2f} | "
+                f"| {row['task']} | {row['temperature']:g} | {top_p:g} | "
+                f"{'-' if row['alpha_hat'] is None else format(row['alpha_hat'], '.2f')} | "
                 f"{row['tokens_per_call']:.2f} | {row['speedup']:.2f} |"
             )
     return "\n".join(lines)
@@ -43,6 +48,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--target", default="default")
     parser.add_argument("--bench", type=Path, nargs="*", default=[])
+    parser.add_argument("--licence", default="Apache-2.0", help="the target's")
     arguments = parser.parse_args()
     out = FOLDER / arguments.name
     target = load_model(arguments.target)
@@ -50,11 +56,13 @@ def main() -> None:
     fingerprint = target_fingerprint(target)
     assert fingerprint, f"{arguments.target} cannot be told from other models"
     card = (arguments.folder / "README.md").read_text(encoding="utf-8")
+    card += f"\nLicence: {arguments.licence}.\n"
     if arguments.bench:
         card += f"\nBy `outrider bench`, beside plain decoding:\n\n{figures(arguments.bench)}\n"
     shutil.rmtree(out, ignore_errors=True)
     fold(arguments.folder, out)
     (out / "README.md").write_text(card, encoding="utf-8")
+    shutil.copy(arguments.folder / PROVENANCE, out / PROVENANCE)
     size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     assert size_mb <= MOST_MB, f"{out} has {size_mb:.1f} MB; at most {MOST_MB} are shipped"
     index = FOLDER / INDEX

@@ -103,6 +103,21 @@ def test_a_turn_that_grows_too_long_is_cut_and_the_frame_ends_it() -> None:
     assert text.ids == [*FRAME.opening, 11, 12, *ANSWER, 13, 14, 15]
 
 
+def test_what_opens_an_answer_ends_a_users_turn_and_no_answer() -> None:
+    frame = Frame((BEGIN,), (NEWLINE, 90), (NEWLINE, 91), frozenset([END]))
+    text = Conversation(frame, 0, 1, (9, 9))
+    text.begin()
+    for token in (11, NEWLINE):
+        text.add(token)
+    assert text.speaker is Part.ANSWER
+    assert text.ids == [BEGIN, 11, NEWLINE, 90]
+    for token in (12, NEWLINE, 13):
+        text.add(token)
+        assert not text.is_over
+    text.add(END)
+    assert text.is_over
+
+
 def test_given_words_are_not_the_targets() -> None:
     text = Conversation(FRAME, 0, 1, (9, 9))
     text.begin([11, 12])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -138,14 +139,17 @@ def test_training_goes_on_where_it_was_kept(
     with pytest.raises(Stop):
         distillation.distil(target(), _module, folder, PLAN, stop)
     again: list[int] = []
+    begun_at = {0}
 
     def note(progress: distillation.Progress) -> None:
         if progress.stage == "training":
             again.append(progress.done)
+            begun_at.add(progress.begun_at)
 
     distillation.distil(target(), _module, folder, PLAN, note)
     assert steps == [1, 2, 3, 4]
     assert again[0] == 4  # the fourth step was not kept: `tell` came before
+    assert begun_at == {0, 3}
     run(tmp_path / "straight")
     one, other = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("drafter", "straight")
@@ -216,10 +220,12 @@ def test_text_of_other_runs_is_learnt_from_as_far_as_it_went_when_the_run_began(
         run(tmp_path / "drafter", replace(plan, also_from=()))
     with pytest.raises(UsageError, match="holds no run"):
         run(tmp_path / "new", replace(plan, also_from=(str(tmp_path),)))
-    with pytest.raises(UsageError, match="named twice"):
+    with pytest.raises(UsageError, match=f"{other} and {other} have the same seed"):
         run(tmp_path / "new", replace(plan, also_from=(str(other), f"{other}/.")))
-    with pytest.raises(UsageError, match="give this run another seed"):
+    with pytest.raises(UsageError, match="and this run have the same seed 0"):
         run(tmp_path / "new", replace(plan, seed=PLAN.seed))
+    with pytest.raises(UsageError, match=f"and {other} have the same seed 0"):
+        run(tmp_path / "new", replace(plan, also_from=(str(other), str(made))))
     assert not (tmp_path / "new").exists()
 
 
@@ -327,16 +333,67 @@ def test_a_damaged_settings_file_is_a_clear_error(tmp_path: Path) -> None:
     [
         ({"tokens": 0}, "tokens"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"recipe": Recipe(loss="hinge")}, "loss must be one of"),
         ({"shape": StudentShape(2, 250)}, "width a multiple of 8.*got 2 and 250"),
         ({"shape": StudentShape(-1, 64)}, "layers must be 0 or more"),
         ({"policies": ()}, "each named once; got none"),
+        ({"time_limit": 0.0}, "time limit must be above 0"),
+        ({"time_limit": math.nan}, "time limit must be above 0"),
+        ({"seed": -1}, "seed must be at least 0"),
         ({"policies": (DrawPolicy(1.0), DrawPolicy(1.0))}, "got 1, 1"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(PLAN, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "hinge"}, "loss must be one of"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"rate": math.inf}, "rate must be above 0 and finite"),
+        ({"epochs": -1.0}, "epochs must be above 0"),
+        ({"epochs": math.nan}, "epochs must be above 0"),
+        ({"batch_tokens": 0}, "batch_tokens must be above 0"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(PLAN.recipe, **changes)  # type: ignore[arg-type]
+
+
+def test_a_vocabulary_without_room_for_special_ids_is_refused_before_text_is_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UsageError, match="special ids"):
+        run(tmp_path / "drafter", replace(PLAN, vocab_size=2))
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    silent = target()
+    silent.tokenizer = None
+    with pytest.raises(UsageError, match="tiny has no tokenizer"):
+        distillation.distil(silent, _module, tmp_path / "drafter", PLAN)
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_target_without_a_chat_format_is_distilled_from_texts(tmp_path: Path) -> None:
+    base = target()
+    base.tokenizer.has_chat_template = False  # type: ignore[union-attr]
+    plan = replace(PLAN, tokens=600, recipe=replace(PLAN.recipe, epochs=0.2))
+    judged = distillation.distil(base, _module, tmp_path / "drafter", plan)
+    assert judged.num_tokens == PLAN.rows * PLAN.passes
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert f"Data: {PLAN.rows * PLAN.passes} tokens" in card
+
+
+def test_training_that_diverges_says_so_and_makes_no_drafter(tmp_path: Path) -> None:
+    plan = replace(PLAN, recipe=replace(PLAN.recipe, rate=1e30, epochs=30.0))
+    with pytest.raises(UsageError, match="begin in another folder with a lower one"):
+        run(tmp_path / "drafter", plan)
+    assert [item.name for item in (tmp_path / "drafter").iterdir()] == ["making"]
 
 
 def test_a_full_disk_keeps_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,22 @@ def test_a_narrower_one_keeps_how_embeddings_lie() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("width", "heads"), [(128, (2, 1)), (320, (5, 1)), (448, (7, 1)), (576, (9, 3))]
+)
+def test_key_value_heads_divide_the_heads(width: int, heads: tuple[int, int]) -> None:
+    model = make_student(module(), torch.arange(50), StudentShape(1, width), eos_ids=[], seed=0)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == heads
+    assert model(input_ids=torch.arange(5)[None]).logits.shape == (1, 5, 50)
+
+
+def test_an_mlp_of_another_width_than_the_targets_own_is_refused() -> None:
+    own = module().config.hidden_size
+    make_student(module(), torch.arange(50), StudentShape(1, own, 96), eos_ids=[], seed=0)
+    with pytest.raises(UsageError, match="an MLP of 96; 100 needs another width"):
+        make_student(module(), torch.arange(50), StudentShape(1, own, 100), eos_ids=[], seed=0)
+
+
 def some_lessons(
     number: int = 12,
     seed: int = 0,

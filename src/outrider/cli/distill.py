@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,10 +29,13 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from outrider.training.distillation import Progress
+    from outrider.training.distillation import Plan, Progress
     from outrider.training.writing import DrawPolicy
 
-__all__ = ["distill"]
+__all__ = ["PROVENANCE", "distill"]
+
+PROVENANCE = "provenance.json"
+"""Beside a drafter: settings, versions, machine and date."""
 
 _TOLD_EVERY_S = 10.0
 
@@ -166,12 +172,9 @@ def distill(
         return load_weights(find_checkpoint(target, torch.float32), torch.float32)
 
     judged = distil(model, module, out, plan, _Teller())
-    facts = {
-        "folder": str(out),
-        "alpha": judged.alpha,
-        "greedy": judged.greedy,
-        "num_tokens": judged.num_tokens,
-    }
+    made = {"alpha": judged.alpha, "greedy": judged.greedy, "num_tokens": judged.num_tokens}
+    _write_provenance(out, plan, made, target=target, engine=model.engine, dtype=model.dtype)
+    facts = {"folder": str(out), **made}
     if as_json:
         print(json.dumps(facts))
     else:
@@ -179,6 +182,26 @@ def distill(
             f"{out}: alpha {judged.alpha:.2f} at temperature 1, {judged.greedy:.2f} greedy, on "
             f"{judged.num_tokens} tokens held out; use it with --drafter {out}"
         )
+
+
+def _write_provenance(out: Path, plan: Plan, made: Mapping[str, float], **model: str) -> None:
+    """Keep where a drafter comes from beside it."""
+    from outrider.measure.provenance import provenance
+    from outrider.models.cache import written_whole
+
+    arguments = {
+        **model,
+        **asdict(plan),
+        "prompts": len(set(plan.prompts)),
+        "also_from": len(plan.also_from),
+        "time_limit": None if math.isinf(plan.time_limit) else plan.time_limit,
+    }
+    facts = provenance(arguments, finished=f"{datetime.now(UTC):%Y-%m-%d}", **made)
+    try:
+        with written_whole(out / PROVENANCE) as unfinished:
+            unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {out / PROVENANCE}: {error.strerror}") from error
 
 
 class _Teller:
@@ -192,7 +215,8 @@ class _Teller:
         if progress.judged is None and now - self._last < _TOLD_EVERY_S:
             return
         self._last = now
-        left = progress.seconds * (progress.total - progress.done) / max(1, progress.done)
+        done_now = max(1, progress.done - progress.begun_at)
+        left = progress.seconds * (progress.total - progress.done) / done_now
         text = f"{progress.stage}: {progress.done} of {progress.total}"
         if progress.loss is not None:
             text += f", loss {progress.loss:.3f}"

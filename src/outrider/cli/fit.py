@@ -58,7 +58,14 @@ def fit(
         raise UsageError(f"cannot write {str(output)!r}: its folder does not exist")
     texts = [read_file(path) for path in text or ()]
     lines = [line for line in read_file(prompts).splitlines() if line] if prompts else []
+    if prompts and not lines:
+        raise UsageError(f"{prompts} is empty: expected a prompt on every line")
     check_early({"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed})
+    if prompts is None and (temperature, max_new_tokens, seed) != (0.0, 256, None):
+        raise UsageError(
+            "--temperature, --max-new-tokens and --seed are for answers to --prompts; pass "
+            "prompts, or leave them out"
+        )
     from outrider.drafters.ngram import fit_ngrams
 
     pair = load_pair(target, "none", "auto", dtype, "auto")

@@ -106,7 +106,7 @@ def chat_frame(tokenizer: Tokenizer, ends: frozenset[int]) -> Frame:
     before = _alike(one, other)
     behind = one[len(before) + 1 :]
     turn = behind[: len(behind) - len(answer) - 1]
-    return Frame(tuple(opening), tuple(answer), tuple(turn), ends | frozenset(answer[:1]))
+    return Frame(tuple(opening), tuple(answer), tuple(turn), ends)
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -164,7 +164,9 @@ class Conversation:
         self.ids.append(token)
         self.parts.append(self._speaker)
         self._num_words += 1
-        ended = token in self.frame.ends
+        ended = token in self.frame.ends or (
+            self._speaker is Part.USER and (token,) == self.frame.answer[:1]
+        )
         if not ended and self._num_words < self.max_words[self._speaker is Part.ANSWER]:
             return
         if self._speaker is Part.USER:

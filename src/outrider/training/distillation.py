@@ -30,9 +30,8 @@ from outrider.models import Model
 from outrider.models.cache import written_whole
 from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
-from outrider.training.conversations import chat_frame
+from outrider.training.conversations import Frame, chat_frame
 from outrider.training.learning import Evaluation, Lesson, Point, Recipe, lessons, train
-from outrider.training.losses import LOSSES
 from outrider.training.runs import WrittenText, open_run, written_text
 from outrider.training.shards import Shard, read_shard, shard_file, shards_in, write_shard
 from outrider.training.student import (
@@ -88,8 +87,6 @@ class Plan:
         """Refuse what no run can be made of; UsageError."""
         if self.tokens < 1:
             raise UsageError(f"tokens must be at least 1, got {self.tokens}")
-        if self.recipe.loss not in LOSSES:
-            raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.recipe.loss!r}")
         shape = self.shape
         if min(shape.layers, shape.width, shape.mlp) < 0 or shape.width % 8:
             raise UsageError(
@@ -99,6 +96,10 @@ class Plan:
         for name in ("vocab_size", "rows", "passes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.time_limit > 0.0:
+            raise UsageError(f"the time limit must be above 0, got {self.time_limit}")
+        if not 0 <= self.seed < 2**31:
+            raise UsageError(f"the seed must be at least 0 and below 2**31, got {self.seed}")
         if not self.policies or len(set(self.policies)) < len(self.policies):
             drawn = ", ".join(map(str, self.policies)) or "none"
             raise UsageError(f"answers must be drawn by policies, each named once; got {drawn}")
@@ -112,6 +113,7 @@ class Progress:
         stage: "text" or "training".
         done, total: tokens written, or steps.
         seconds: of this stage in this call.
+        begun_at: what was done of it when this call began.
         loss: of the last step.
         judged: on text held out, where that was looked at just now.
     """
@@ -120,6 +122,7 @@ class Progress:
     done: int
     total: int
     seconds: float
+    begun_at: int = 0
     loss: float | None = None
     judged: Evaluation | None = None
 
@@ -161,6 +164,8 @@ def prepare(
     some, policies = held_out
     judges = lessons(some, kept, read_as, policies=policies, answers_only=True)
     asked = {tuple(judge.ids[: judge.places[0]].tolist()) for judge in judges}
+    # A target without a chat format begins every text alike, and that is no question.
+    asked = {question for question in asked if len(question) > len(_frame(target).opening)}
     lengths = sorted({len(question) for question in asked})
     taught = [
         lesson
@@ -195,14 +200,20 @@ def distil(
         UsageError: the folder holds another run or other files, cannot be written, or the plan does
             not fit the target. Whatever was written stays.
     """
+    if target.tokenizer is None:
+        raise UsageError(f"{target.name} has no tokenizer, so it cannot write text to learn from")
+    # What cannot be is refused before hours of text, not behind them.
+    choose_vocabulary(torch.zeros(target.vocab_size), plan.vocab_size, _special_ids(target))
     prompts = _encoded(target, plan)
     others = [written_text(Path(other), target) for other in plan.also_from]
+    seeds = {plan.seed: "this run"}
     for other in others:
-        if other.seed == plan.seed:
+        if other.seed in seeds:
             raise UsageError(
-                f"{other.folder} was written with seed {plan.seed} too, so its text may be this "
-                "run's own; give this run another seed"
+                f"{other.folder} and {seeds[other.seed]} have the same seed {other.seed}, so they "
+                "may have the same text; give this run another seed, or leave that one out"
             )
+        seeds[other.seed] = str(other.folder)
     settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
     del settings["time_limit"]  # how long to train may change between calls
     del settings["also_from"]  # kept with how much there was
@@ -223,9 +234,12 @@ def distil(
     )
     del model
     begun = time.monotonic()
+    first: int | None = None
 
     def told(step: int, num_steps: int, loss: float, judged: Evaluation | None) -> None:
-        tell(Progress("training", step, num_steps, time.monotonic() - begun, loss, judged))
+        nonlocal first
+        first = step - 1 if first is None else first
+        tell(Progress("training", step, num_steps, time.monotonic() - begun, first, loss, judged))
 
     course = train(
         student,
@@ -240,10 +254,12 @@ def distil(
     judged = course[-1].judged
     asked = _num_asked(target, prompts, shards)
     num_taught = sum(len(lesson.places) for lesson in material.taught)
-    with written_whole(folder / "README.md") as unfinished:
-        unfinished.write_text(
-            _card(target, plan, student.config, course, num_taught, others, asked), encoding="utf-8"
-        )
+    card = _card(target, plan, student.config, course, num_taught, others, asked)
+    try:
+        with written_whole(folder / "README.md") as unfinished:
+            unfinished.write_text(card, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the card in {folder}: {error.strerror}") from error
     return judged
 
 
@@ -254,9 +270,10 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
         UsageError: it cannot be written.
     """
     try:
+        # First the vocabulary: weights without it would pass for a model of all ids.
+        write_vocabulary(folder, vocabulary)
         with quietly():
             student.to(torch.bfloat16).save_pretrained(folder)
-        write_vocabulary(folder, vocabulary)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
@@ -341,8 +358,7 @@ def _num_asked(
     target: Model, prompts: Sequence[Sequence[Sequence[int]]], shards: Sequence[Shard]
 ) -> int:
     """How many of the given prompts there was room for."""
-    assert target.tokenizer is not None
-    frame = chat_frame(target.tokenizer, target.eos_ids)
+    frame = _frame(target)
     begins = {(*frame.opening, *turns[0], *frame.answer) for turns in prompts}
     lengths = sorted(set(map(len, begins)))
     found = {
@@ -376,12 +392,13 @@ def _text(
             prompts=prompts,
             num_shards=num_shards,
         )
-        begun, done = time.monotonic(), (num_shards - len(missing)) * writer.tokens_per_shard
+        begun, first = time.monotonic(), (num_shards - len(missing)) * writer.tokens_per_shard
+        done = first
         for number in missing:
             write_shard(shard_file(making, number), writer.shard(number))
             done += writer.tokens_per_shard
             total = num_shards * writer.tokens_per_shard
-            tell(Progress("text", done, total, time.monotonic() - begun))
+            tell(Progress("text", done, total, time.monotonic() - begun, first))
         target.forget()
     return [read_shard(shard_file(making, number)) for number in range(num_shards)]
 
@@ -393,10 +410,18 @@ def _vocabulary(
     for shard in shards:
         drawn = shard.tokens[shard.places.long()].long()
         counts += torch.bincount(drawn, minlength=target.vocab_size)
-    assert target.tokenizer is not None
-    frame = chat_frame(target.tokenizer, target.eos_ids)
-    always = {*frame.opening, *frame.answer, *frame.turn, *frame.ends}
-    kept = choose_vocabulary(counts, vocab_size, always)
+    kept = choose_vocabulary(counts, vocab_size, _special_ids(target))
     embeddings = module.get_input_embeddings().weight.detach()[: target.vocab_size]
     read_as = read_as_closest(embeddings, kept)
     return Vocabulary(kept, read_as, tokenizer_digest(target.tokenizer))
+
+
+def _special_ids(target: Model) -> set[int]:
+    """Ids that a drafter must know, however rarely they were drawn."""
+    frame = _frame(target)
+    return {*frame.opening, *frame.answer, *frame.turn, *frame.ends}
+
+
+def _frame(target: Model) -> Frame:
+    assert target.tokenizer is not None
+    return chat_frame(target.tokenizer, target.eos_ids)

@@ -53,6 +53,15 @@ class Recipe:
     epochs: float = 4.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained by; UsageError."""
+        if self.loss not in LOSSES:
+            raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.loss!r}")
+        for name in ("rate", "epochs", "batch_tokens"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise UsageError(f"{name} must be above 0 and finite, got {value}")
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -208,6 +217,11 @@ def train(
         batch = [taught[index] for index in batches[step]]
         loss = _loss(student, batch, loss_of)
         optimiser.zero_grad(set_to_none=True)
+        if not math.isfinite(float(loss.detach())):
+            raise UsageError(
+                f"the loss is {float(loss.detach())} after {step} steps at a learning rate of "
+                f"{recipe.rate:g}; begin in another folder with a lower one"
+            )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimiser.step()

@@ -101,8 +101,6 @@ def open_run(
     making = folder / MAKING
     file = making / _SETTINGS
     names = [str(text.folder) for text in others]
-    if len(set(names)) < len(names):
-        raise UsageError(f"the same run is named twice among {', '.join(names)}; name it once")
     settings = {**settings, "also_from": names}
     try:
         if file.is_file():

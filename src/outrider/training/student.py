@@ -35,7 +35,8 @@ class StudentShape:
         layers: how many; 0 takes 3 at the target's own width, else 4.
         width: of the hidden states; a multiple of 64, or the target's own. 0 takes the target's own
             if the drafter can begin as its layers and that is at most 640, else 256.
-        mlp: width inside the MLP; 0 takes 8/3 of the width, or what the target has at its width.
+        mlp: width inside the MLP; 0 takes 8/3 of the width. At the width of a Llama target it is
+            the target's, since its layers are taken.
     """
 
     layers: int = 0
@@ -117,12 +118,17 @@ def make_student(
     sizes: dict[str, object] = {
         "intermediate_size": shape.mlp or -(-shape.width * 8 // 3 // 64) * 64,
         "num_attention_heads": shape.width // head,
-        "num_key_value_heads": max(1, shape.width // head // 2),
+        "num_key_value_heads": _key_value_heads(shape.width // head),
         "head_dim": head,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-5,
     }
     if is_own:
+        if shape.mlp not in (0, config.intermediate_size):
+            raise UsageError(
+                f"at the target's own width its layers are taken, with an MLP of "
+                f"{config.intermediate_size}; {shape.mlp} needs another width"
+            )
         rope = getattr(config, "rope_parameters", None) or {}
         sizes = {
             "intermediate_size": config.intermediate_size,
@@ -131,6 +137,9 @@ def make_student(
             "head_dim": getattr(config, "head_dim", None),
             "rope_parameters": dict(rope) or None,
             "rms_norm_eps": config.rms_norm_eps,
+            "hidden_act": config.hidden_act,
+            "attention_bias": config.attention_bias,
+            "mlp_bias": config.mlp_bias,
         }
     torch.manual_seed(seed)
     student = LlamaForCausalLM(
@@ -160,3 +169,8 @@ def make_student(
             projected[:, : len(directions)] = centred @ directions.T
             student.model.embed_tokens.weight.copy_(0.02 * projected / projected.std())
     return student
+
+
+def _key_value_heads(num_heads: int) -> int:
+    """At most half as many, and each for the same number of heads."""
+    return max(n for n in range(1, max(1, num_heads // 2) + 1) if num_heads % n == 0)

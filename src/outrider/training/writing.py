@@ -233,8 +233,9 @@ def draw(
     """
     logits = logits.float()
     num_candidates = min(max(_CANDIDATES, top_k), logits.shape[1])
-    values, ids = logits.topk(num_candidates)
-    probs = (values - logits.logsumexp(dim=1, keepdim=True)).exp()
+    # Where the model runs, only what is over whole rows is done.
+    values, ids = (item.cpu() for item in logits.topk(num_candidates))
+    probs = (values - logits.logsumexp(dim=1, keepdim=True).cpu()).exp()
     temperatures = torch.tensor([policy.temperature for policy in policies])[:, None]
     top_ps = torch.tensor([policy.top_p for policy in policies])[:, None]
     # Without a filter the rest of the row counts too; otherwise candidates only.
@@ -247,7 +248,8 @@ def draw(
     laws = torch.where(is_plain & (temperatures == 1.0), probs, laws)
     for temperature in set(temperatures[is_plain & (temperatures != 1.0)].tolist()):
         chosen = (is_plain & (temperatures == temperature))[:, 0]
-        whole = (logits[chosen] / temperature).logsumexp(dim=1, keepdim=True)
+        rows = logits[chosen.to(logits.device)]
+        whole = (rows / temperature).logsumexp(dim=1, keepdim=True).cpu()
         laws[chosen] = (values[chosen] / temperature - whole).exp()
     uniforms = torch.rand(len(policies), 1, generator=generator)
     places = torch.searchsorted(laws.cumsum(dim=1), uniforms, right=True)[:, 0]
@@ -256,7 +258,8 @@ def draw(
         if place < num_candidates:
             tokens.append(int(ids[row, place]))
         elif is_plain[row] and num_candidates < logits.shape[1]:
-            rest = (logits[row] / temperatures[row]).softmax(dim=0).index_fill(0, ids[row], 0.0)
+            law = (logits[row].cpu() / temperatures[row]).softmax(dim=0)
+            rest = law.index_fill(0, ids[row], 0.0)
             tokens.append(int(torch.multinomial(rest, 1, generator=generator)))
         else:  # rounding: the law's sum fell short of the uniform
             tokens.append(int(ids[row, int(laws[row].nonzero()[-1])]))
