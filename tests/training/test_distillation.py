@@ -296,6 +296,10 @@ def test_a_folder_with_another_run_is_left_alone(made: Path) -> None:
         run(made, replace(PLAN, recipe=replace(PLAN.recipe, loss="tv")))
     with pytest.raises(UsageError, match="other prompts"):
         run(made, replace(PLAN, prompts=(("a question " * 9,),) * 3))
+    other = target()
+    other.dtype = "bfloat16"
+    with pytest.raises(UsageError, match="dtype 'float32', not 'bfloat16'"):
+        distillation.distil(other, _module, made, PLAN)
     assert digests(made) == before
 
 

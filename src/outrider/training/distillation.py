@@ -214,7 +214,8 @@ def distil(
                 "may have the same text; give this run another seed, or leave that one out"
             )
         seeds[other.seed] = str(other.folder)
-    settings = json.loads(json.dumps({"target": target.name, **asdict(plan)}))
+    writer = {"target": target.name, "engine": target.engine, "dtype": target.dtype}
+    settings = json.loads(json.dumps({**writer, **asdict(plan)}))
     del settings["time_limit"]  # how long to train may change between calls
     del settings["also_from"]  # kept with how much there was
     making, others = open_run(folder, settings, others)
