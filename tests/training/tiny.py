@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from outrider.models.causal import CausalModel
 from outrider.models.toy import ByteTokenizer
 from outrider.training.distillation import Plan, Progress, distil
 from outrider.training.learning import Evaluation, Recipe
+from outrider.training.shards import shards_in
 from outrider.training.student import StudentShape
 
 V = 257
@@ -65,6 +68,21 @@ def run(folder: Path, plan: Plan = PLAN, *, killed_after: int = 0) -> Evaluation
             os.kill(os.getpid(), signal.SIGKILL)
 
     return distil(target(), module, folder, plan, tell)
+
+
+def apart(folder: Path, *, killed_after: int = 0) -> int:
+    """A run in a process of its own, whose number of threads is always the same; its exit code."""
+    script = Path(__file__)
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, str(script), str(folder), str(killed_after)]
+    return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path}).returncode
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in shards_in(folder / "making")
+    }
 
 
 if __name__ == "__main__":
