@@ -10,8 +10,10 @@ import pytest
 
 import test_cli
 from outrider.cli import measure as command
+from outrider.drafters import registry
 from outrider.errors import NumericalError
 from outrider.measure import measuring
+from outrider.measure.alpha import BASELINES
 from outrider.measure.candidates import candidates_from
 from outrider.measure.records import measurement_from
 from test_cli import Outcome, Run, assert_refused
@@ -86,6 +88,20 @@ def test_only_the_drafters_named_are_measured_without_baselines(
 ) -> None:
     facts = measure("--no-baselines", "--drafter", "toy:far", "--no-cost", "--json").facts
     assert {row["drafter"] for row in facts["alpha"]} == {"toy:near", "toy:far"}
+
+
+def test_with_none_named_the_drafter_that_comes_with_outrider_is_measured(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("measure", "--target", "toy:target", *SMALL_TEXT, "--no-cost", "--json")
+    options = (*options, "--temperature", "1")
+    facts = run(*options).facts
+    assert {row["drafter"] for row in facts["alpha"]} == {*BASELINES}
+    assert facts["provenance"]["proposed_by"] == {}
+    monkeypatch.setattr(registry, "shipped_drafter", lambda target: "toy:near")
+    facts = run(*options).facts
+    assert {row["drafter"] for row in facts["alpha"]} == {"auto", *BASELINES}
+    assert facts["provenance"]["proposed_by"] == {"auto": "lookup+toy:near"}
 
 
 def test_the_policy_is_the_one_asked_for(measure: Callable[..., Outcome]) -> None:

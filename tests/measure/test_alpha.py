@@ -282,6 +282,32 @@ def test_the_gain_of_block_is_counted_over_the_drafters_own_drafts() -> None:
     assert block_gain(TARGET, LookupDrafter(), texts, SAMPLED, gamma=4, num_drafts=9) is None
 
 
+def test_copies_among_the_drafts_count_for_both_rules() -> None:
+    class EverySecondCopied:
+        """A drafter like `lookup+MODEL`: whole drafts are copies, others have laws."""
+
+        model = None
+        name = "mixed"
+
+        def __init__(self) -> None:
+            self.inner, self.turn = near(), 0
+
+        def propose(self, sequences: Sequence[History], *rest: object) -> list[Draft]:
+            self.turn += 1
+            [draft] = self.inner.propose(sequences, *rest)  # type: ignore[arg-type]
+            return [Draft(draft.tokens) if self.turn % 2 else draft]
+
+        def release(self, sequence: History) -> None:
+            self.inner.release(sequence)
+
+    mixed = block_gain(TARGET, EverySecondCopied(), [TEXT], SAMPLED, gamma=4, num_drafts=200)  # type: ignore[arg-type]
+    whole = block_gain(TARGET, near(), [TEXT], SAMPLED, gamma=4, num_drafts=200)
+    assert mixed is not None
+    assert whole is not None
+    assert mixed.num_drafts == whole.num_drafts
+    assert 1.0 + (whole.factor - 1.0) / 4 < mixed.factor < whole.factor
+
+
 def test_rules_are_compared_after_prefixes_of_the_text_as_decoding_would_have_them() -> None:
     seen = []
 

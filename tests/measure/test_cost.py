@@ -46,7 +46,7 @@ class Slow(ToyModel):
 
 
 def test_a_curve_has_the_cost_of_every_number_of_positions() -> None:
-    curve = measure_curve(Slow(), 4, 1, positions=(1, 4, 10), repeats=3)
+    curve = measure_curve(Slow(), None, 4, 1, positions=(1, 4, 10), repeats=3)
     assert (curve["context"], curve["batch"]) == (4, 1)
     assert curve["target_ms"] == pytest.approx(3.0, rel=0.4)
     assert list(curve["verify_cost"]) == ["1", "4", "10"]
@@ -56,7 +56,7 @@ def test_a_curve_has_the_cost_of_every_number_of_positions() -> None:
 
 def test_a_curve_of_a_batch_feeds_that_many_sequences_at_once() -> None:
     model = Slow()
-    curve = measure_curve(model, 4, 3, positions=(1, 4), repeats=1)
+    curve = measure_curve(model, None, 4, 3, positions=(1, 4), repeats=1)
     assert {tuple(sizes) for sizes in model.passes if len(sizes) == 3} == {(1, 1, 1), (4, 4, 4)}
     assert curve["target_ms"] == pytest.approx(5.0, rel=0.4)
 

@@ -6,14 +6,17 @@ import copy
 import json
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from outrider import theory
 from outrider.errors import UsageError
 from outrider.measure.candidates import candidates_from
 from outrider.measure.other_engines import settings_for
 from outrider.measure.planning import MAX_GAMMA, Candidate, pick, plan_for
+from outrider.models.trimmed import Vocabulary, write_vocabulary
 
 Json = dict[str, object]
 
@@ -427,7 +430,22 @@ def test_a_name_with_a_space_stays_one_word_of_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "gamma"), [("ngram:table", 4), ("unigram", 4), ("random", 4), ("small", 0)]
+    ("drafter", "gamma"),
+    [
+        ("ngram:table", 4),
+        ("unigram", 4),
+        ("random", 4),
+        ("auto", 4),
+        ("lookup+org/small", 4),
+        ("small", 0),
+    ],
 )
 def test_what_has_no_counterpart_gives_no_settings(drafter: str, gamma: int) -> None:
     assert set(settings_for(target="big", drafter=drafter, gamma=gamma).values()) == {None}
+
+
+def test_a_drafter_of_few_ids_serves_no_other_engine(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert settings_for(target="big", drafter=folder, gamma=4)["vllm"] is not None
+    write_vocabulary(tmp_path, Vocabulary(torch.tensor([0, 2]), torch.tensor([0, 0, 1]), ""))
+    assert set(settings_for(target="big", drafter=folder, gamma=4).values()) == {None}

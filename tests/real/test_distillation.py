@@ -40,8 +40,8 @@ def answers(shard: Shard, policy: int) -> list[Text]:
     """The beginnings of some first answers that were drawn by a policy, behind their questions."""
     is_answer = (shard.parts == int(Part.ANSWER)) & (shard.policies == policy)
     found = []
-    for begin, (ids, drawn) in zip(shard.begins.tolist(), shard.conversations(), strict=False):
-        places = (shard.places[drawn][is_answer[drawn]] - begin).tolist()
+    for ids, drawn, drawn_at in shard.conversations():
+        places = drawn_at[is_answer[drawn]].tolist()
         run = [place for i, place in enumerate(places) if place == places[0] + i][:NUM_TOKENS]
         if len(run) >= NUM_TOKENS // 2:
             prompt, answer = ids[: run[0]], ids[run[0] : run[-1] + 1]
@@ -54,7 +54,7 @@ def test_it_beats_bigram_and_lookup_on_answers_held_out(
     made: Path, target: Model, temperature: float
 ) -> None:
     first, *others = map(read_shard, shards_in(made / "making"))
-    written = [ids.tolist() for shard in others for ids, _ in shard.conversations()]
+    written = [text.ids.tolist() for shard in others for text in shard.conversations()]
     student = load_model(str(made), engine="openvino", dtype="int8")
     size = target.vocab_size
     drafters: dict[str, Drafter] = {

@@ -109,9 +109,9 @@ def test_prompts_are_answered_by_the_policies_of_the_plan_and_the_card_counts_th
     run(tmp_path / "drafter", plan)
     shards = [read_shard(file) for file in shards_in(tmp_path / "drafter" / "making")]
     texts = [
-        bytes(token for token in ids.tolist() if token < 256)
+        bytes(token for token in text.ids.tolist() if token < 256)
         for shard in shards
-        for ids, _ in shard.conversations()
+        for text in shard.conversations()
     ]
     for opening in (b"user: hi\nassistant:", b"user: yo\nassistant:"):
         assert sum(text.startswith(opening) for text in texts) == 2

@@ -180,14 +180,18 @@ def test_a_shard_depends_on_its_seed_and_number_alone() -> None:
 
 def texts(shard: Shard) -> list[bytes]:
     return [
-        bytes(token for token in ids.tolist() if token < 256) for ids, _ in shard.conversations()
+        bytes(token for token in text.ids.tolist() if token < 256) for text in shard.conversations()
     ]
 
 
 def test_conversations_are_cut_where_they_begin() -> None:
     found = list(some_shard().conversations())
-    assert [len(ids) for ids, _ in found] == [5, 7]
-    assert [drawn for _, drawn in found] == [slice(0, 2), slice(2, 3)]
+    assert [len(text.ids) for text in found] == [5, 7]
+    assert [text.drawn for text in found] == [slice(0, 2), slice(2, 3)]
+    shard = some_shard()
+    for text in found:
+        drawn = shard.tokens[shard.places[text.drawn].long()]
+        assert text.ids[text.places.long()].tolist() == drawn.tolist()
 
 
 def test_given_prompts_are_answered_once_by_every_policy_and_own_turns_follow() -> None:
@@ -199,14 +203,14 @@ def test_given_prompts_are_answered_once_by_every_policy_and_own_turns_follow() 
         num_given = len(openings) * len(POLICIES)
         for opening in openings:
             answered = [
-                shard.policies[drawn.start].item()
-                for text, (_, drawn) in zip(found, shard.conversations(), strict=True)
+                shard.policies[kept.drawn.start].item()
+                for text, kept in zip(found, shard.conversations(), strict=True)
                 if text.startswith(opening)
             ]
             assert sorted(answered) == list(range(len(POLICIES)))
             assert sum(text.startswith(opening) for text in found) == len(POLICIES)
         assert len(found) > num_given
-        first_parts = [int(shard.parts[drawn.start]) for _, drawn in shard.conversations()]
+        first_parts = [int(shard.parts[text.drawn.start]) for text in shard.conversations()]
         for text, part in zip(found, first_parts, strict=True):
             assert part == Part.ANSWER or not text.startswith(openings)
         assert Part.USER in first_parts

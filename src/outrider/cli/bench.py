@@ -94,7 +94,7 @@ def bench(
     from outrider.measure.benchmark import Benchmark
     from outrider.measure.grid import Grid
     from outrider.measure.prompts import choose_tasks, read_prompts, shipped_prompts
-    from outrider.measure.provenance import provenance
+    from outrider.measure.provenance import proposed_by, provenance
 
     given = {"tokens": tokens, "prompts_per_task": prompts_per_task, "repeats": repeats}
     amounts = (_QUICK if quick else _FULL) | {k: n for k, n in given.items() if n is not None}
@@ -136,7 +136,10 @@ def bench(
         raise
     facts: dict[str, object] = {
         "rows": [row.as_dict() for row in rows],
-        "provenance": provenance(_arguments(models, grid, items), proposed_by=_names(pairs)),
+        "provenance": provenance(
+            _arguments(models, grid, items),
+            proposed_by=proposed_by({name: pair.drafter for name, pair in pairs.items()}),
+        ),
     }
     if kept is not None:
         kept.finish(facts)
@@ -146,18 +149,6 @@ def bench(
         if top_k or top_p != 1.0:
             terminal.out.print(f"all rows: top-k {top_k}, top-p {top_p:g}", style="dim")
         print_rows(rows)
-
-
-def _names(pairs: Mapping[str, Pair]) -> dict[str, str]:
-    """Of every drafter as it was called, what proposed: says what "auto" was."""
-    first = "lookup+"
-    names = {
-        called: pair.drafter.name if pair.drafter else "none" for called, pair in pairs.items()
-    }
-    return {
-        called: first * name.startswith(first) + Path(name.removeprefix(first)).name
-        for called, name in names.items()
-    }
 
 
 def _gamma(text: str) -> int | None:

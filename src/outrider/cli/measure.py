@@ -44,6 +44,7 @@ __all__ = ["measure"]
 Rows = list[dict[str, object]]
 
 _TOKENS, _QUICK_TOKENS = 10_000, 600
+_SHIPPED = "auto"
 _CONTEXTS, _BATCHES = "16,256,1024", "1,4,8"
 PROGRESS_S = 5.0
 
@@ -53,7 +54,10 @@ def measure(
     target: TargetOption = "default",
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="A model or ngram:FILE, beside the baselines; repeatable."),
+        typer.Option(
+            help="A model or ngram:FILE, beside the baselines; repeatable. If none is named, the "
+            "drafting model that comes with Outrider for this target, if there is one."
+        ),
     ] = None,
     baselines: Annotated[
         bool,
@@ -109,12 +113,13 @@ def measure(
     if cost_only and (tokens is not None or prompts is not None or top_k or top_p != 1.0):
         raise UsageError("--tokens, --prompts, --top-k, --top-p are about alpha; drop --cost-only")
     from outrider.measure.prompts import digest, read_prompts, shipped_prompts
-    from outrider.measure.provenance import provenance, source_digest
+    from outrider.measure.provenance import proposed_by, provenance, source_digest
     from outrider.measure.unfinished import Unfinished
 
     names = list(dict.fromkeys(drafter or []))
     if not baselines and not names:
         raise UsageError("--no-baselines leaves no drafter to measure; pass one with --drafter")
+    names = names or [_SHIPPED]
     policies = _policies(parsed(temperatures, "temperatures", float), top_k, top_p)
     amounts = _amounts(tokens, contexts, batches, names, quick, full_curve, rounds)
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
@@ -145,6 +150,8 @@ def measure(
         kept = Unfinished(out, arguments | {"source": source_digest()})
     loaded = load_pair(target, "none", engine, dtype, device, kv_memory)
     named = _drafters(names, loaded.target, engine, dtype, device, drafter_dtype)
+    if not drafter and named[_SHIPPED].model is None:
+        del named[_SHIPPED]  # lookup, one of the baselines
     measuring = _prepared(loaded, named, items, policies, amounts, baselines, kept)
     measuring.expect(alpha=not cost_only, cost=not no_cost)
     rows: Rows = []
@@ -163,7 +170,7 @@ def measure(
             as_json=as_json,
         )
         raise
-    facts["provenance"] = provenance(arguments)
+    facts["provenance"] = provenance(arguments, proposed_by=proposed_by(named))
     if kept is not None:
         kept.finish(facts)
     if as_json:

@@ -34,6 +34,7 @@ __all__ = [
     "measure_curve",
     "measure_drafter",
     "num_parameters",
+    "usual_context",
     "usual_curve",
 ]
 
@@ -62,12 +63,19 @@ def curve_places(
 
 
 def measure_curve(
-    target: Model, context: int, batch: int, *, positions: Sequence[int], repeats: int
+    target: Model,
+    drafter: Model | None,
+    context: int,
+    batch: int,
+    *,
+    positions: Sequence[int],
+    repeats: int,
 ) -> dict[str, object]:
     """One curve, ready for JSON: {"context", "batch", "target_ms", "verify_cost", "change_ms"}.
 
     Args:
         target: the model.
+        drafter: a model whose steps come before passes over several positions, as in decoding.
         context: tokens cached before the positions.
         batch: sequences side by side; `target_ms` is the time of a pass over one position of each.
         positions: numbers of positions of each sequence, beginning at 1.
@@ -75,7 +83,7 @@ def measure_curve(
     """
     costs = measure_costs(
         target,
-        None,
+        drafter,
         positions=curve_positions(positions, batch),
         context=context,
         repeats=repeats,
@@ -182,11 +190,15 @@ def cost_facts(
 def usual_curve(curves: Sequence[Facts]) -> Facts:
     """The curve of the fewest sequences and the context closest to 256 tokens."""
 
-    def distance(curve: Facts) -> tuple[float, float]:
-        context = max(1.0, _number(curve, "context"))
-        return _number(curve, "batch"), abs(math.log(context / _USUAL_CONTEXT))
+    fewest = min(_number(curve, "batch") for curve in curves)
+    alone = [curve for curve in curves if _number(curve, "batch") == fewest]
+    context = usual_context([int(_number(curve, "context")) for curve in alone])
+    return next(curve for curve in alone if _number(curve, "context") == context)
 
-    return min(curves, key=distance)
+
+def usual_context(contexts: Sequence[int]) -> int:
+    """The one closest to 256 tokens, by ratio."""
+    return min(contexts, key=lambda context: abs(math.log(max(1, context) / _USUAL_CONTEXT)))
 
 
 def num_parameters(model: Model) -> int | None:

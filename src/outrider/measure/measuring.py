@@ -28,6 +28,7 @@ from outrider.measure.cost import (
     curve_places,
     measure_curve,
     measure_drafter,
+    usual_context,
 )
 from outrider.measure.rounds import block_gain, count_rounds
 from outrider.measure.texts import BATCH, Question, Text, choose_questions, next_texts
@@ -279,24 +280,27 @@ class Measuring:
     def cost(self) -> dict[str, object]:
         """The costs of all drafters and of the target's passes."""
         amounts = self._amounts
+        main = self.drafters.get(self.main)
+        context = usual_context([context for context, _ in self._places])
         curves = [
             cast(
                 "dict[str, object]",
                 self._piece(
-                    ("curve", context, batch),
-                    f"passes behind {context} tokens timed, batch {batch}",
-                    self._curve_work(context, batch),
+                    ("curve", behind, batch),
+                    f"passes behind {behind} tokens timed, batch {batch}",
+                    self._curve_work(behind, batch),
                     partial(
                         measure_curve,
                         self._target,
-                        context,
+                        None if main is None else main.model,
+                        behind,
                         batch,
                         positions=amounts.positions,
                         repeats=amounts.repeats,
                     ),
                 ),
             )
-            for context, batch in self._places
+            for behind, batch in self._places
         ]
         question = self.measured[0]
         # What is counted is of no interest here: looking it up takes as long.
@@ -316,7 +320,7 @@ class Measuring:
                         drafters[name],
                         question.ids,
                         hottest,
-                        context=self._places[0][0],
+                        context=context,
                         repeats=amounts.repeats,
                     ),
                 ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 __all__ = ["settings_for"]
 
@@ -19,8 +20,9 @@ _LOOKUP_MATCH = 3
 def settings_for(*, target: str, drafter: str, gamma: int) -> dict[str, str | None]:
     """The same advice for vLLM, transformers and llama.cpp: what to type, or None.
 
-    They have no counterpart to drafters with a table (n-gram files, unigrams, random tokens), and
-    nothing is to be set where gamma is 0; both give None.
+    They have no counterpart to drafters with a table (n-gram files, unigrams, random tokens), to
+    those of few ids (`models.trimmed`) or to models behind lookup, and nothing is to be set where
+    gamma is 0; all of these give None.
 
     Args:
         target: as Outrider calls it; what only Outrider knows becomes TARGET.
@@ -84,8 +86,15 @@ def _llama_cpp(target: str, drafter: str | None, gamma: int) -> str:
 
 
 def _is_model(drafter: str) -> bool:
-    tables = {"none", "random", "unigram", "bigram", "trigram"}
-    return drafter not in tables and not drafter.startswith("ngram:")
+    own = {"auto", "none", "random", "unigram", "bigram", "trigram"}
+    if drafter in own or drafter.startswith(("ngram:", "lookup+")):
+        return False
+    folder = Path(drafter).expanduser()
+    if not folder.is_dir():
+        return True
+    from outrider.models.trimmed import is_trimmed  # seconds of imports
+
+    return not is_trimmed(folder)
 
 
 def _known(reference: str, placeholder: str) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 import outrider
+from outrider.drafters import Drafter
 
-__all__ = ["processor_name", "provenance", "revision", "source_digest"]
+__all__ = ["processor_name", "proposed_by", "provenance", "revision", "source_digest"]
 
 _PACKAGE = Path(outrider.__file__).resolve().parent
 _LIBRARIES = ("numpy", "openvino", "torch", "transformers")
@@ -40,6 +41,16 @@ def provenance(arguments: Mapping[str, object], **facts: object) -> dict[str, ob
         "outrider": outrider.__version__,
         **{name: _version(name) for name in _LIBRARIES},
         **facts,
+    }
+
+
+def proposed_by(drafters: Mapping[str, Drafter | None]) -> dict[str, str]:
+    """Of every drafter by what it was called, what proposed: says what "auto" was."""
+    first = "lookup+"
+    names = {called: drafter.name if drafter else "none" for called, drafter in drafters.items()}
+    return {
+        called: first * name.startswith(first) + Path(name.removeprefix(first)).name
+        for called, name in names.items()
     }
 
 

@@ -101,7 +101,7 @@ def block_gain(
 ) -> BlockGain | None:
     """Expected tokens per round with drafts made at positions spread evenly over the texts.
 
-    None where the rules agree whatever is drafted: greedy laws, and drafts that are point masses
+    None where the rules agree whatever is drafted: greedy laws, and point masses in every draft
     (the weights of `block` are then products of probabilities, and its tests those of `rejection`).
 
     Args:
@@ -116,28 +116,36 @@ def block_gain(
         return None
     places = [(text, i) for text in texts for i in range(len(text.tokens))]
     spread = range(0, len(places), max(1, len(places) // num_drafts))
-    sums, count = [0.0, 0.0], 0
+    sums, has_law = [0.0, 0.0], False
+    copies: list[tuple[History, Draft]] = []  # looked at only if other drafts have laws
+
+    def compare(history: History, draft: Draft) -> None:
+        p = policy.probs(_verified(target, history.tokens, draft), history, draft.tokens)
+        with single_threaded():
+            for k, rule in enumerate((rejection, block)):
+                sums[k] += expected_accepted(rule, p, draft)
+
     for number in spread:
         text, offset = places[number]
         prefix = [*text.prompt, *text.tokens[:offset]]
-        room = target.context_length - len(prefix)
         history = History(prefix, target.eos_ids)
         history.prompt_length = len(text.prompt)
-        length = min(gamma, room)
+        length = min(gamma, target.context_length - len(prefix))
         draft = Draft([])
         if length > 0:
             noise = RoundNoise(number, len(prefix))
             [draft] = drafter.propose([history], [length], [policy], [noise])
             drafter.release(history)
-        if draft.tokens and draft.q is None:
-            return None
-        count += 1
-        if draft.tokens:
-            p = policy.probs(_verified(target, prefix, draft), history, draft.tokens)
-            with single_threaded():
-                for k, rule in enumerate((rejection, block)):
-                    sums[k] += expected_accepted(rule, p, draft)
-    return BlockGain(1.0 + sums[0] / count, 1.0 + sums[1] / count, count) if count else None
+        if draft.q is not None:
+            has_law = True
+            compare(history, draft)
+        elif draft.tokens:
+            copies.append((history, draft))
+    if not has_law:
+        return None
+    for history, draft in copies:
+        compare(history, draft)
+    return BlockGain(1.0 + sums[0] / len(spread), 1.0 + sums[1] / len(spread), len(spread))
 
 
 def _verified(target: Model, prefix: Sequence[int], draft: Draft) -> Tensor:

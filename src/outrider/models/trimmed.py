@@ -29,7 +29,14 @@ from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.sampling import single_threaded
 from outrider.text import Tokenizer
 
-__all__ = ["TrimmedModel", "Vocabulary", "read_vocabulary", "tokenizer_digest", "write_vocabulary"]
+__all__ = [
+    "TrimmedModel",
+    "Vocabulary",
+    "is_trimmed",
+    "read_vocabulary",
+    "tokenizer_digest",
+    "write_vocabulary",
+]
 
 _FILE = "vocabulary.safetensors"
 
@@ -58,15 +65,20 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:
     save_file(tensors, folder / _FILE, metadata={"tokenizer": vocabulary.digest})
 
 
+def is_trimmed(folder: Path) -> bool:
+    """Whether a checkpoint is one of few ids."""
+    return (folder / _FILE).is_file()
+
+
 def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a checkpoint, None for one that knows all of its target's.
 
     Raises:
         UnsupportedModel: there is one, but it cannot be used.
     """
-    file = folder / _FILE
-    if not file.is_file():
+    if not is_trimmed(folder):
         return None
+    file = folder / _FILE
     try:
         with safe_open(file, "pt") as opened:
             digest = (opened.metadata() or {}).get("tokenizer", "")

@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import UsageError
@@ -163,16 +164,18 @@ def prepare(
     kept, read_as = vocabulary.kept, vocabulary.read_as
     some, policies = held_out
     judges = lessons(some, kept, read_as, policies=policies, answers_only=True)
-    asked = {tuple(judge.ids[: judge.places[0]].tolist()) for judge in judges}
     # A target without a chat format begins every text alike, and that is no question.
-    asked = {question for question in asked if len(question) > len(_frame(target).opening)}
-    lengths = sorted({len(question) for question in asked})
+    asked = _Beginnings(
+        question
+        for judge in judges
+        if len(question := judge.ids[: judge.places[0]].tolist()) > len(_frame(target).opening)
+    )
     taught = [
         lesson
         for some, policies in text
         for lesson in lessons(some, kept, read_as, policies=policies)
         # Another run may have been given the same questions.
-        if not any(tuple(lesson.ids[:length].tolist()) in asked for length in lengths)
+        if not asked.of(lesson.ids)
     ]
     return Material(vocabulary, judges, taught)
 
@@ -355,21 +358,27 @@ def _encoded(target: Model, plan: Plan) -> list[list[list[int]]]:
     return found
 
 
+class _Beginnings:
+    """Texts that others may begin with, found by their lengths rather than one by one."""
+
+    def __init__(self, texts: Iterable[Sequence[int]]) -> None:
+        self._texts = set(map(tuple, texts))
+        self._lengths = sorted(set(map(len, self._texts)))
+
+    def of(self, ids: Tensor) -> list[tuple[int, ...]]:
+        """Those that a text [n] begins with, the shortest first."""
+        found = (tuple(ids[:length].tolist()) for length in self._lengths)
+        return [begin for begin in found if begin in self._texts]
+
+
 def _num_asked(
     target: Model, prompts: Sequence[Sequence[Sequence[int]]], shards: Sequence[Shard]
 ) -> int:
     """How many of the given prompts there was room for."""
     frame = _frame(target)
-    begins = {(*frame.opening, *turns[0], *frame.answer) for turns in prompts}
-    lengths = sorted(set(map(len, begins)))
-    found = {
-        begin
-        for shard in shards
-        for ids, _ in shard.conversations()
-        for length in lengths
-        if (begin := tuple(ids[:length].tolist())) in begins
-    }
-    return len(found)
+    asked = _Beginnings((*frame.opening, *turns[0], *frame.answer) for turns in prompts)
+    texts = (text for shard in shards for text in shard.conversations())
+    return len({begin for text in texts for begin in asked.of(text.ids)})
 
 
 def _text(

@@ -135,14 +135,13 @@ def lessons(
         wanted = shard.parts == int(Part.ANSWER)
         if not answers_only:
             wanted = torch.ones_like(wanted)
-        begins = shard.begins.tolist()
-        for begin, (ids, drawn) in zip(begins, shard.conversations(), strict=False):
+        for ids, drawn, places in shard.conversations():
             chosen = torch.arange(drawn.start, drawn.stop)[wanted[drawn]]
             if len(chosen):
                 found.append(
                     Lesson(
                         read_as[ids.long()],
-                        shard.places[chosen].long() - begin,
+                        places[wanted[drawn]].long(),
                         own[shard.top_ids[chosen].long()],
                         shard.top_probs[chosen].float(),
                         policies[int(shard.policies[drawn.start])],

@@ -50,7 +50,7 @@ class WrittenText:
 
     def conversations(self) -> Iterator[list[int]]:
         """Token ids of every conversation."""
-        return (ids.tolist() for shard in self.shards() for ids, _ in shard.conversations())
+        return (text.ids.tolist() for shard in self.shards() for text in shard.conversations())
 
 
 def written_text(folder: Path, target: Model) -> WrittenText:

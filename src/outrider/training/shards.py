@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +22,21 @@ from torch import Tensor
 from outrider.errors import UsageError
 from outrider.models.cache import written_whole
 
-__all__ = ["Shard", "read_shard", "shard_file", "shards_in", "write_shard"]
+__all__ = ["KeptText", "Shard", "read_shard", "shard_file", "shards_in", "write_shard"]
+
+
+class KeptText(NamedTuple):
+    """One conversation of a shard.
+
+    Attributes:
+        ids: int32 [n].
+        drawn: which of the shard's drawn tokens are its own.
+        places: int32 [len of `drawn`], where these stand in `ids`.
+    """
+
+    ids: Tensor
+    drawn: slice
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,15 +67,13 @@ class Shard:
         """A, the tokens the target drew."""
         return len(self.places)
 
-    def conversations(self) -> Iterator[tuple[Tensor, slice]]:
-        """Of each its ids, int32 [n], and which of the drawn tokens are its own.
-
-        A drawn token stands at `places` less what `begins` says.
-        """
+    def conversations(self) -> Iterator[KeptText]:
+        """The conversations, in order."""
         bounds = torch.searchsorted(self.places, self.begins).tolist()
         spans = pairwise(self.begins.tolist())
         for (begin, end), (first, last) in zip(spans, pairwise(bounds), strict=True):
-            yield self.tokens[begin:end], slice(first, last)
+            places = self.places[first:last] - begin
+            yield KeptText(self.tokens[begin:end], slice(first, last), places)
 
 
 def shard_file(folder: Path, number: int) -> Path:
