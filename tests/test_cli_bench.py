@@ -314,6 +314,7 @@ def test_other_arguments_do_not_touch_what_is_unfinished(
         (("--gammas", "2,most"), "--gammas"),
         (("--gamma", "-2"), "gamma"),
         (("--rule", "guess"), "guess"),
+        (("--drafter", "none"), "leave out --drafter none"),
         (("--batches", "0"), "batches"),
         (("--batches", "two"), "--batches"),
         (("--tasks", "poems"), "poems"),
@@ -337,6 +338,16 @@ def test_a_malformed_line_is_named(bench: Callable[..., Outcome], tmp_path: Path
     assert_refused(bench("--prompts", str(file)), "line 2")
     file.write_text("\n")
     assert_refused(bench("--prompts", str(file)), "no prompt")
+
+
+def test_fewer_prompts_than_asked_for_are_told(
+    bench: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text('{"category": "qa", "turns": ["Who?"]}\n')
+    options = ("--prompts", str(file), "--temperature", "0", "--json")
+    assert "of 3 prompts a task, qa has 1" in bench(*options, "--prompts-per-task", "3").err
+    assert "prompts a task" not in bench(*options, "--prompts-per-task", "1").err
 
 
 def test_help_lists_the_options(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,8 @@ def test_other_arguments_do_not_touch_what_is_unfinished(
         (("--cost-only", "--no-cost"), "nothing to measure"),
         (("--no-cost", "--contexts", "8"), "drop --no-cost"),
         (("--cost-only", "--tokens", "40"), "drop --cost-only"),
+        (("--cost-only", "--no-rounds"), "drop --cost-only"),
+        (("--contexts", "16,100000"), "--contexts 100000 leaves no room"),
         (("--prompts", "nothing.jsonl"), "nothing.jsonl"),
         (("--out", "no/such/folder/m.json"), "cannot write"),
         (("--engine", "steam"), "engine"),

@@ -128,6 +128,19 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(told) == 5
 
 
+def test_another_model_under_the_same_name_is_timed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    told: list[str] = []
+    model = ToyModel(hashed_law(5, seed=1), 5)
+    for number, depth in enumerate((2, 3), start=1):
+        model.form = f"llama-{depth}x64-5"  # type: ignore[attr-defined]
+        kept_costs(model, None, told.append)
+        kept_costs(model, None, told.append)
+        assert len(told) == number
+
+
 def test_a_cache_that_cannot_be_written_costs_a_measurement_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,6 +316,7 @@ def test_a_stream_joined_is_the_whole_text(gamma: int) -> None:
         assert [token for event in events for token in event.token_ids] == whole.token_ids
         assert events[-1].result is not None
         assert events[-1].result.finish_reason == whole.finish_reason
+        assert [event.round for event in events] == events[-1].result.trace
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

@@ -28,7 +28,7 @@ CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _WIDEST_PASS = 96
 """Most rows of a pass over several sequences: curves are straight before, and passes slow."""
-_FORMAT = "costs 4"
+_FORMAT = "costs 5"
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,15 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
         notify: told, in one line, that passes are timed.
     """
     models = [target] if drafter is None else [target, drafter]
-    facts = [(model.name, model.engine, model.dtype, model.vocab_size) for model in models]
-    key = repr((_FORMAT, facts, platform.machine(), os.cpu_count()))
+    facts = [
+        (
+            *(model.name, model.engine, model.dtype, model.vocab_size),
+            # What a model may tell beside the seam: a folder's model may be another one today.
+            *(str(getattr(model, name, "")) for name in ("form", "device", "num_parameters")),
+        )
+        for model in models
+    ]
+    key = repr((_FORMAT, facts, platform.machine(), _num_processors()))
     name = Path(target.name).name
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     file = cache_folder() / "costs" / f"{name}-{digest}" / "costs.json"
@@ -122,6 +129,15 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
         with written_whole(file) as unfinished:
             unfinished.write_text(json.dumps(costs.as_dict()))
     return costs
+
+
+def _num_processors() -> str:
+    """Those that this process may use, and what it was told to use of them."""
+    try:
+        allowed: int | None = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        allowed = os.cpu_count()
+    return f"{allowed} {os.environ.get('OMP_NUM_THREADS', '')}"
 
 
 def curve_positions(positions: Sequence[int], num_sequences: int) -> list[int]:

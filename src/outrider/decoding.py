@@ -431,20 +431,19 @@ class Engine:
             if reason is not None:
                 break
         times = times._replace(end_s=time.perf_counter() - item.started)
-        item.trace.append(
-            Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times, draft.steps)
-        )
+        row = Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times, draft.steps)
+        item.trace.append(row)
         if item.logprobs is not None:
             num_top = item.request.logprobs or 0
             item.logprobs.extend(_logprobs(p, logits, emitted, num_top))
         if reason is None:
             # Of the committed tokens the last was not in the feed: it is fed in the next round.
             item.sequence.rollback(len(item.history) - 1)
-            return Event(item.id, item.text.take(), emitted, None), verdict
+            return Event(item.id, item.text.take(), emitted, None, row), verdict
         shown = item.text.finish()
         if item.text.stopped:
             reason = "stop"
-        return Event(item.id, shown, emitted, self._leave(item, reason)), None
+        return Event(item.id, shown, emitted, self._leave(item, reason), row), None
 
     def _leave(
         self, item: _Active, reason: FinishReason, error: OutriderError | None = None

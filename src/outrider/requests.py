@@ -259,12 +259,14 @@ class Event(NamedTuple):
         text: text that can be shown now; may be empty.
         token_ids: tokens emitted in this step.
         result: the outcome, in the request's last event.
+        round: the round that this step was; None where the prompt was read or the request failed.
     """
 
     request_id: int
     text: str
     token_ids: list[int]
     result: Result | None
+    round: Round | None = None
 
 
 def _check_ids(name: str, ids: Iterable[int], target: Model) -> None:

@@ -389,6 +389,15 @@ def test_a_record_that_was_cut_off_is_dropped_and_the_rest_kept(tmp_path: Path) 
     assert Unfinished(tmp_path / "out.json", {"a": 1}).records == [{"x": 1}, {"x": 3}]
 
 
+def test_a_record_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    kept = Unfinished(tmp_path / "out.json", {"a": 1})
+    kept.add({"x": 1})
+    kept.path.unlink()
+    kept.path.mkdir()
+    with pytest.raises(UsageError, match="goes on with it"):
+        kept.add({"x": 2})
+
+
 def test_records_of_other_conditions_are_refused_and_stay(tmp_path: Path) -> None:
     kept = Unfinished(tmp_path / "out.json", {"a": 1})
     kept.add({"x": 1})

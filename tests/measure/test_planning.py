@@ -200,6 +200,20 @@ def test_a_measured_plan_uses_survival_and_the_measured_verify_cost() -> None:
     assert found.paper.walltime_factor == theory.walltime_improvement(0.78, 4, 0.08)
 
 
+def test_a_measured_plan_counts_the_time_outside_the_models() -> None:
+    def add_outside(facts: dict) -> None:
+        facts["cost"]["drafters"]["small"]["outside_ms_per_position"] = 4.1
+
+    small = candidates_from(changed(add_outside))[0][0]
+    assert small.outside == pytest.approx(0.1)
+    found = plan_for(small, gamma=4)
+    tokens = 1 + 0.78 + 0.66 + 0.57 + 0.51
+    # A plain step has one position's share of it, a round with four drafted tokens five.
+    expected = tokens * 1.1 / (1.22 + 4 * 0.08 + 5 * 0.1)
+    assert found.outlook.walltime_factor == pytest.approx(expected)
+    assert found.paper.walltime_factor == theory.walltime_improvement(0.78, 4, 0.08)
+
+
 def test_both_computations_look_at_the_length_that_is_best_as_measured() -> None:
     found = plan_for(measured()[0])
     assert found.measured is not None
@@ -323,6 +337,7 @@ def test_the_pairs_cost_serves_where_drafters_have_none_of_their_own() -> None:
         (lambda facts: facts["alpha"][1].pop("survival"), r"alpha\[1\] \(lookup at .* missing"),
         (lambda facts: facts["alpha"][1].update(survival=[2]), r"alpha\[1\]: survival must be"),
         (lambda facts: facts["alpha"][0].pop("drafter"), r"alpha\[0\]: drafter must be a string"),
+        (lambda facts: facts.pop("cost"), "has no cost; measure without --no-cost"),
         (lambda facts: facts["cost"].pop("verify_cost"), "cost: verify_cost must be an object"),
         (lambda facts: facts["cost"].update(verify_cost={"2": 1.0}), "verify_cost must be an"),
         (lambda facts: facts["cost"]["verify_cost"].update({"5": -1}), r"verify_cost\['5'\] must"),
@@ -335,6 +350,17 @@ def test_the_pairs_cost_serves_where_drafters_have_none_of_their_own() -> None:
         (
             lambda facts: facts["cost"]["drafters"]["small"].update(c_hat="much"),
             "c_hat of small must be a number",
+        ),
+        (
+            lambda facts: facts["cost"]["drafters"]["small"].update(outside_ms_per_position=-1),
+            "outside_ms_per_position of small must be",
+        ),
+        (
+            lambda facts: (
+                facts["cost"]["drafters"]["small"].update(outside_ms_per_position=1),
+                facts["cost"].update(target_ms=0),
+            ),
+            "target_ms must be above 0",
         ),
         (lambda facts: facts["cost"].update(drafters={}), "no cost for any drafter"),
         (lambda facts: facts["cost"].pop("drafters") and facts["cost"].pop("c"), "no cost for any"),

@@ -269,15 +269,23 @@ def test_parts_that_were_not_measured_say_how_to_measure_them() -> None:
     assert "`outrider measure --json` measures it; pass what it wrote with `--measurement" in text
 
 
-def test_a_bench_fills_the_own_table_4_with_the_fastest_draft_length_of_each_task() -> None:
-    rows = (bench_row(speedup=1.2, gamma=1), bench_row(), bench_row(task="summary", gamma=None))
+def test_a_bench_fills_the_own_table_4_with_the_fastest_fixed_length_of_each_task() -> None:
+    rows = (
+        bench_row(speedup=1.2, gamma=1),
+        bench_row(),
+        bench_row(speedup=1.7, gamma=None),
+        bench_row(task="summary", gamma=None),
+        bench_row(task="qa"),
+    )
     given = evidence(bench=rows, measurement=Measurement("t", (), {"lookup": 0.05}, None))
     own, _ = tables(reproduction.build_report(given), "Tables 2")
     expected = f"{walltime_improvement(0.6, 3, 0.05):.2f}x"
     measured = ("1.45x", "1.50x", "1.40 to 1.60")
+    common = ("0", "lookup", "rejection", "0.60", "0.050")
     assert own.rows == (
-        ("chat", "0", "lookup", "rejection", "3", "0.60", "0.050", expected, *measured),
-        ("summary", "0", "lookup", "rejection", "adaptive", "0.60", "0.050", "-", *measured),
+        ("chat", *common[:3], "3", *common[3:], expected, *measured, "1.70x"),
+        ("summary", *common[:3], "adaptive", *common[3:], "-", *measured, "1.50x"),
+        ("qa", *common[:3], "3", *common[3:], expected, *measured, "-"),
     )
 
 

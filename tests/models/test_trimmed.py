@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import UnsupportedModel, VocabularyMismatch
+from outrider.measure.cost import num_parameters
 from outrider.models import Feed, Prompt, check_same_tokenizer
 from outrider.models.toy import ByteTokenizer, ToyModel, hashed_law
 from outrider.models.trimmed import (
@@ -101,6 +103,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     save_file({"kept": torch.tensor([1])}, tmp_path / "vocabulary.safetensors")
     with pytest.raises(UnsupportedModel):
         read_vocabulary(tmp_path)
+
+
+def test_what_the_small_model_tells_beside_the_seam_is_told_on() -> None:
+    small = copy.copy(SMALL)
+    small.form, small.num_parameters = "llama-2x64-3", 12345  # type: ignore[attr-defined]
+    found = TrimmedModel(small, Vocabulary(KEPT, READ_AS, ""))
+    assert found.form == "llama-2x64-3"  # type: ignore[attr-defined]
+    assert num_parameters(found) == 12345
 
 
 def test_a_model_of_another_size_is_refused() -> None:

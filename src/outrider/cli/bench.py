@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,7 @@ from outrider.cli.options import (
     parsed,
 )
 from outrider.cli.show_bench import print_rows
-from outrider.errors import OutriderError
+from outrider.errors import UsageError
 
 if TYPE_CHECKING:
     from outrider.measure.benchmark import Benchmark
@@ -113,6 +114,10 @@ def bench(
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
     items = choose_tasks(items, None if tasks is None else parsed(tasks, "tasks", str))
     names = list(dict.fromkeys(drafter or ["auto"]))
+    if "none" in names:
+        raise UsageError("plain decoding is timed beside every drafter; leave out --drafter none")
+    if prompts_per_task is not None:
+        _note_missing(items, prompts_per_task)
     models = {
         "target": target,
         "drafters": names,
@@ -120,13 +125,14 @@ def bench(
         "dtype": dtype,
         "device": device,
         "drafter_dtype": drafter_dtype,
+        "kv_memory": kv_memory,
     }
     kept = None if out is None else _unfinished(out, models, grid, items)
     pairs = _load_pairs(names, target, engine, dtype, device, kv_memory, drafter_dtype)
     rows = _finished_rows(kept)
     try:
         _run(Benchmark(pairs, items, grid), rows, kept)
-    except (OutriderError, KeyboardInterrupt):
+    except BaseException:  # whatever it is, what was measured is not lost
         terminal.print_unfinished(
             [row.as_dict() for row in rows],
             None if kept is None else (len(rows), kept.path),
@@ -149,6 +155,13 @@ def bench(
         if top_k or top_p != 1.0:
             terminal.out.print(f"all rows: top-k {top_k}, top-p {top_p:g}", style="dim")
         print_rows(rows)
+
+
+def _note_missing(items: Sequence[PromptItem], wanted: int) -> None:
+    """Say which tasks have fewer prompts than asked for."""
+    have = Counter(item.task for item in items for _ in item.turns)
+    if few := [f"{task} has {number}" for task, number in have.items() if number < wanted]:
+        terminal.err.print(f"note: of {wanted} prompts a task, {', '.join(few)}", style="dim")
 
 
 def _gamma(text: str) -> int | None:

@@ -28,7 +28,7 @@ from outrider.cli.options import (
     parsed,
 )
 from outrider.cli.show_measure import print_alpha, print_cost
-from outrider.errors import OutriderError, UsageError
+from outrider.errors import UsageError
 
 if TYPE_CHECKING:
     from outrider.drafters import Drafter
@@ -75,11 +75,13 @@ def measure(
         int | None, typer.Option(help="Of the target's text, at each temperature. [10000]")
     ] = None,
     rounds: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--rounds/--no-rounds", help="Count real rounds of named drafters and lookup."
+            "--rounds/--no-rounds",
+            help="Count real rounds of named drafters and lookup.",
+            show_default="rounds",
         ),
-    ] = True,
+    ] = None,
     cost_only: Annotated[bool, typer.Option("--cost-only", help="Leave out alpha.")] = False,
     no_cost: Annotated[bool, typer.Option("--no-cost", help="Leave out the cost.")] = False,
     contexts: Annotated[
@@ -110,8 +112,11 @@ def measure(
         raise UsageError(
             "--contexts, --batches and --full-curve are about the cost; drop --no-cost"
         )
-    if cost_only and (tokens is not None or prompts is not None or top_k or top_p != 1.0):
-        raise UsageError("--tokens, --prompts, --top-k, --top-p are about alpha; drop --cost-only")
+    about_alpha = (tokens, prompts, rounds, top_k or None, None if top_p == 1.0 else top_p)
+    if cost_only and any(value is not None for value in about_alpha):
+        raise UsageError(
+            "--tokens, --prompts, --rounds, --top-k, --top-p are about alpha; drop --cost-only"
+        )
     from outrider.measure.prompts import digest, read_prompts, shipped_prompts
     from outrider.measure.provenance import proposed_by, provenance, source_digest
     from outrider.measure.unfinished import Unfinished
@@ -121,7 +126,7 @@ def measure(
         raise UsageError("--no-baselines leaves no drafter to measure; pass one with --drafter")
     names = names or [_SHIPPED]
     policies = _policies(parsed(temperatures, "temperatures", float), top_k, top_p)
-    amounts = _amounts(tokens, contexts, batches, names, quick, full_curve, rounds)
+    amounts = _amounts(tokens, contexts, batches, names, quick, full_curve, rounds is not False)
     items = shipped_prompts() if prompts is None else read_prompts(prompts)
     arguments: dict[str, object] = {
         "target": target,
@@ -142,6 +147,7 @@ def measure(
         "dtype": dtype,
         "device": device,
         "drafter_dtype": drafter_dtype,
+        "kv_memory": kv_memory,
         "prompts": digest(items),
     }
     kept = None
@@ -149,6 +155,8 @@ def measure(
         check_output(out)
         kept = Unfinished(out, arguments | {"source": source_digest()})
     loaded = load_pair(target, "none", engine, dtype, device, kv_memory)
+    if contexts is not None:
+        _check_contexts(amounts, loaded.target)
     named = _drafters(names, loaded.target, engine, dtype, device, drafter_dtype)
     if not drafter and named[_SHIPPED].model is None:
         del named[_SHIPPED]  # lookup, one of the baselines
@@ -162,7 +170,7 @@ def measure(
             _note_missing(rows[-1], amounts.num_tokens)
         if not no_cost:
             facts["cost"] = measuring.cost()
-    except (OutriderError, KeyboardInterrupt):
+    except BaseException:  # whatever it is, what was measured is not lost
         terminal.print_unfinished(
             rows,
             None if kept is None else (len(kept.records), kept.path),
@@ -210,6 +218,17 @@ def _amounts(
         batches=_counts(batches or ("1" if quick else _BATCHES), "batches"),
         repeats=3 if quick else 5,
     )
+
+
+def _check_contexts(amounts: Amounts, target: Model) -> None:
+    from outrider.measure.cost import curve_places
+
+    fitting = {context for context, _ in curve_places(target, amounts.contexts, (1,))}
+    if missing := sorted(set(amounts.contexts) - fitting):
+        raise UsageError(
+            f"--contexts {missing[0]} leaves no room for timed positions in the "
+            f"{target.context_length} tokens that {target.name} can read; name shorter ones"
+        )
 
 
 def _counts(text: str, name: str) -> tuple[int, ...]:

@@ -79,7 +79,11 @@ def reproduce(
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Write a report with the paper's tables and figures, on your own pair."""
+    """Write a report with the paper's tables and figures, on your own pair.
+
+    --prompt, --temperature and --seed are of the rounds that are shown; what the tables tell of the
+    pair is measured on the prompts that come with Outrider, at temperatures 0 and 1.
+    """
     settings: Settings = {
         "temperature": temperature,
         "seed": seed,

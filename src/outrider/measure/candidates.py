@@ -35,8 +35,9 @@ def candidates_from(
     measurement = measurement_from(facts, source)
     if not measurement.alpha:
         raise UsageError(f"{source} has no alpha rows; measure without --cost-only")
-    cost = facts["cost"] if isinstance(facts.get("cost"), dict) else {}
-    assert isinstance(cost, dict)
+    cost = facts.get("cost")
+    if not isinstance(cost, dict):
+        raise UsageError(f"{source} has no cost; measure without --no-cost")
     v = _verify_cost(cost, f"{source}: cost")
     notes: list[str] = []
     numbered = _chosen(facts, measurement.alpha, source, temperature, policy, drafter, notes)
@@ -67,6 +68,7 @@ def candidates_from(
                 row.high,
                 row.survival,
                 v,
+                _outside(cost, row.drafter, source),
             )
         )
     if not found:
@@ -139,6 +141,20 @@ def _c_hat(cost: Mapping[str, object], drafter: str, source: str) -> float | Non
     entry = drafters.get(drafter) if isinstance(drafters, dict) else cost
     value = entry.get("c_hat") if isinstance(entry, dict) else None
     return None if value is None else _cost(value, f"{source}: c_hat of {drafter}")
+
+
+def _outside(cost: Mapping[str, object], drafter: str, source: str) -> float:
+    """Time around the passes for every position, over a target step; 0 where it was not timed."""
+    drafters = cost.get("drafters")
+    entry = drafters.get(drafter) if isinstance(drafters, dict) else cost
+    value = entry.get("outside_ms_per_position") if isinstance(entry, dict) else None
+    target_ms = cost.get("target_ms")
+    if value is None or target_ms is None:
+        return 0.0
+    step = _cost(target_ms, f"{source}: cost: target_ms")
+    if not step:
+        raise UsageError(f"{source}: cost: target_ms must be above 0")
+    return _cost(value, f"{source}: outside_ms_per_position of {drafter}") / step
 
 
 def _cost(value: object, where: str) -> float:

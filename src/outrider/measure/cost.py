@@ -108,11 +108,12 @@ def measure_drafter(
     repeats: int,
     num_tokens: int = 24,
 ) -> dict[str, object]:
-    """Times of one drafter, ready for JSON: {"drafter_ms", "outside_ms"}.
+    """Times of one drafter, for JSON: {"drafter_ms", "outside_ms", "outside_ms_per_position"}.
 
     A drafting model's step is a pass of its own over one position; for any other drafter it is what
-    a drafted token takes in real rounds. Outside is what rounds take beyond drafting and the
-    target's pass: laws, verification, bookkeeping.
+    a drafted token takes in real rounds. Outside is what rounds take beyond these and the target's
+    pass: laws, verification, bookkeeping. Most of it is work on rows of V probabilities, so it is
+    also told for every verified position.
 
     Args:
         target: decodes with `drafter`, `gamma` 5.
@@ -128,15 +129,21 @@ def measure_drafter(
     )
     results = Engine(target, drafter, max_batch=1).generate([request])
     steps = steps_of(results, first=1) or steps_of(results)
-    outside = sum(step.total_ms - step.draft_ms - step.target_ms for step in steps) / len(steps)
     if (model := drafter.model) is not None:
         room = min(context, model.context_length - 1)
         own: Costs = measure_costs(model, None, positions=(1,), context=room, repeats=repeats)
         drafter_ms = own.target(1)
+        drafting_ms = drafter_ms * sum(step.model_steps for step in steps)
     else:
         drafted = sum(max(step.drafted) for step in steps)
-        drafter_ms = sum(step.draft_ms for step in steps) / max(drafted, 1)
-    return {"drafter_ms": drafter_ms, "outside_ms": max(0.0, outside)}
+        drafting_ms = sum(step.draft_ms for step in steps)
+        drafter_ms = drafting_ms / max(drafted, 1)
+    outside = max(0.0, sum(step.total_ms - step.target_ms for step in steps) - drafting_ms)
+    return {
+        "drafter_ms": drafter_ms,
+        "outside_ms": outside / len(steps),
+        "outside_ms_per_position": outside / sum(step.num_rows for step in steps),
+    }
 
 
 def cost_facts(

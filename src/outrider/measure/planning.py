@@ -2,8 +2,8 @@
 
 Two computations stand side by side. The *paper's* takes alpha and c alone: acceptance is iid and a
 target pass costs the same over any number of positions (Leviathan et al. 2023, Theorems 3.8 and
-3.11, section 3.5). The *measured* one takes survival and the verify cost v(n) as they were found on
-this machine, and is believed where it can be had.
+3.11, section 3.5). The *measured* one takes survival, the verify cost v(n) and the time outside the
+models as they were found on this machine, and is believed where it can be had.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Candidate:
         low, high: the interval of alpha, where it was measured.
         survival: S_1, S_2, ..., where they were measured.
         verify_cost: v(n) at measured n, 1 among them; None where it was not measured.
+        outside: what is around the models' passes (laws, verification, bookkeeping), for every
+            verified position, over a target step.
     """
 
     alpha: float
@@ -42,6 +44,7 @@ class Candidate:
     high: float | None = None
     survival: tuple[float, ...] = ()
     verify_cost: Mapping[int, float] | None = None
+    outside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,11 @@ def _paper_outlook(known: Candidate, gamma: int | None, max_gamma: int | None) -
 def _measured_outlook(
     known: Candidate, v: Mapping[int, float], gamma: int | None, max_gamma: int | None
 ) -> Outlook:
-    survival, c = known.survival, known.c
+    survival = known.survival
+    # Plain decoding has its one position's share of it too: that is the unit now.
+    unit = 1.0 + known.outside
+    v = {n: (cost + n * known.outside) / unit for n, cost in v.items()}
+    c = known.c / unit
     longest = len(survival) if max_gamma is None else min(len(survival), max_gamma)
     best = theory.best_gamma_measured(survival, c, v, max_gamma=longest)
     gamma = best if gamma is None else gamma

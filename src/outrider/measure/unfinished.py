@@ -43,15 +43,25 @@ class Unfinished:
         self._is_begun = False
 
     def add(self, record: Mapping[str, object]) -> None:
-        """Keep one more record."""
+        """Keep one more record.
+
+        Raises:
+            UsageError: it cannot be written; those before it are kept.
+        """
         self.records.append(dict(record))
         if not self._is_begun:  # a line that was cut off is left out
             lines = [self._head, *map(json.dumps, self.records)]
             write_whole(self.path, "".join(f"{line}\n" for line in lines))
             self._is_begun = True
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {str(self.path)!r}: {error.strerror}; what was measured before is "
+                "kept there, and the same call goes on with it"
+            ) from error
 
     def finish(self, result: Mapping[str, object]) -> None:
         """Write the result; nothing is unfinished any more."""

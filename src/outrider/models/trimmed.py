@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _FILE = "vocabulary.safetensors"
+_FACTS = ("form", "weights", "num_parameters", "kv_bytes_per_token", "device")
+"""What an engine may tell of a model beside the seam, where somebody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ class TrimmedModel:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids = frozenset(int(vocabulary.kept[token]) for token in model.eos_ids)
         self.shares_prefixes = model.shares_prefixes
+        for fact in _FACTS:
+            if hasattr(model, fact):
+                setattr(self, fact, getattr(model, fact))
 
     def check_tokenizer(self, target: Model) -> None:
         """Refuse a target with another tokenizer than the one this model was made for.
