@@ -27,7 +27,7 @@ import torch
 
 from outrider.models import load_model
 from outrider.models.checkpoints import find_checkpoint, load_weights
-from outrider.training.distillation import prepare
+from outrider.training.distillation import cover, prepare
 from outrider.training.learning import Evaluation, Recipe, train
 from outrider.training.runs import written_text
 from outrider.training.student import StudentShape, make_student
@@ -74,8 +74,11 @@ def main() -> None:
         other = written_text(Path(folder), target)
         text.append((list(other.shards()), other.policies))
     module = load_weights(find_checkpoint(arguments.target, torch.float32), torch.float32)
+    learnt = [shard for some, _ in text for shard in some]
+    vocabularies = {size: cover(target, module, learnt, size) for size in arguments.vocab_sizes}
     materials = {
-        size: prepare(target, module, held_out, text, size) for size in arguments.vocab_sizes
+        size: prepare(target, vocabulary, held_out, text)
+        for size, vocabulary in vocabularies.items()
     }
     rows: list[Row] = []
     for values in product(
@@ -95,7 +98,7 @@ def main() -> None:
         taught = [material.taught[i] for i in order[: max(1, round(share * len(order)))]]
         student = make_student(
             module,
-            material.vocabulary.kept,
+            vocabularies[vocab_size].kept,
             StudentShape(layers, width),
             eos_ids=target.eos_ids,
             seed=seed,

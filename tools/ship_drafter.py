@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 from outrider.cli.distill import PROVENANCE
@@ -59,12 +60,16 @@ def main() -> None:
     card += f"\nLicence: {arguments.licence}.\n"
     if arguments.bench:
         card += f"\nBy `outrider bench`, beside plain decoding:\n\n{figures(arguments.bench)}\n"
-    shutil.rmtree(out, ignore_errors=True)
-    fold(arguments.folder, out)
-    (out / "README.md").write_text(card, encoding="utf-8")
-    shutil.copy(arguments.folder / PROVENANCE, out / PROVENANCE)
-    size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    assert size_mb <= MOST_MB, f"{out} has {size_mb:.1f} MB; at most {MOST_MB} are shipped"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as beside:
+        made = Path(beside) / arguments.name
+        fold(arguments.folder, made)
+        (made / "README.md").write_text(card, encoding="utf-8")
+        shutil.copy(arguments.folder / PROVENANCE, made / PROVENANCE)
+        size_mb = sum(file.stat().st_size for file in made.iterdir()) / 1e6
+        assert size_mb <= MOST_MB, f"{size_mb:.1f} MB; at most {MOST_MB} are shipped"
+        shutil.rmtree(out, ignore_errors=True)
+        made.rename(out)
     index = FOLDER / INDEX
     entries = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
     entries[fingerprint] = arguments.name

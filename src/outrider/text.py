@@ -20,9 +20,15 @@ _BROKEN = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What Outrider needs of a tokenizer."""
+    """What Outrider needs of a tokenizer.
+
+    Attributes:
+        has_chat_template: whether `encode_chat` knows a format.
+        special_ids: ids that stand for no text: ends, openings, marks of a chat format.
+    """
 
     has_chat_template: bool
+    special_ids: frozenset[int]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of `text`; with `special`, the model's own opening tokens are added (a BOS)."""

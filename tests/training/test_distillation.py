@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from outrider.decoding import Engine
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import fit_ngrams
-from outrider.errors import UsageError
+from outrider.errors import UsageError, VocabularyMismatch
 from outrider.models import load_model
 from outrider.models.toy import ByteTokenizer
 from outrider.models.trimmed import TrimmedModel, read_vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
+from outrider.training.distillation import Plan
 from outrider.training.learning import Recipe, lessons
 from outrider.training.runs import written_text
 from outrider.training.shards import read_shard, shards_in
@@ -195,6 +196,64 @@ def test_a_vocabulary_without_room_for_special_ids_is_refused_before_text_is_wri
 ) -> None:
     with pytest.raises(UsageError, match="special ids"):
         run(tmp_path / "drafter", replace(PLAN, vocab_size=2))
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_a_drafter_goes_on_learning_from_more_text(made: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        tokens=600,
+        recipe=replace(PLAN.recipe, epochs=0.01),
+        rows=PLAN.rows,
+        passes=PLAN.passes,
+        seed=PLAN.seed + 1,
+        begin_as=str(made),
+    )
+    run(tmp_path / "drafter", plan)
+    before, after = (read_vocabulary(folder) for folder in (made, tmp_path / "drafter"))
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before.kept, after.kept)
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (made, tmp_path / "drafter")
+    )
+    assert one.config.num_hidden_layers == other.config.num_hidden_layers
+    far = 0.0
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        far = max(far, float((a - b).abs().max()))
+    # One step of training away, and not begun anew.
+    assert 0.0 < far < 10 * plan.recipe.rate
+    assert "begun as drafter" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 100}, "leave them out"),
+        ({"shape": StudentShape(3)}, "leave them out"),
+        ({}, "holds no drafter that"),
+    ],
+)
+def test_an_earlier_drafter_must_be_one_and_has_its_own_shape(
+    made: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(made, other, ignore=shutil.ignore_patterns("making"))
+    (other / "vocabulary.safetensors").unlink()
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "drafter", replace(Plan(begin_as=str(other)), **changes))  # type: ignore[arg-type]
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_an_earlier_drafter_of_another_tokenizer_is_refused(made: Path, tmp_path: Path) -> None:
+    other = target()
+
+    class Shouting(ByteTokenizer):
+        def vocabulary(self) -> list[str | None]:
+            return [str(token).upper() for token in super().vocabulary()]
+
+    other.tokenizer = Shouting()
+    with pytest.raises(VocabularyMismatch, match="made for another tokenizer"):
+        distillation.distil(other, module, tmp_path / "drafter", Plan(begin_as=str(made)))
     assert not (tmp_path / "drafter").exists()
 
 

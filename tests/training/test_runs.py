@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -33,6 +34,22 @@ def test_a_killed_run_goes_on_with_the_same_text(
     assert {name: after[name] for name in before} == before
     assert after == digests(made)
     assert [file.name for file in (folder / "making").iterdir() if file.name[0] == "."] == []
+
+
+def test_a_run_killed_in_the_middle_of_a_write_goes_on_and_leaves_nothing_half_done(
+    made: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "drafter"
+    assert apart(folder, killed_in_write=2) == -signal.SIGKILL
+    assert len(digests(folder)) == 1
+    # The negative control: there is something to clear away.
+    [half] = [file for file in (folder / "making").iterdir() if file.name.startswith(".shard-")]
+    running = half.with_suffix(f".{os.getpid()}")
+    running.write_bytes(b"another process is writing this")
+    assert apart(folder) == 0
+    assert digests(folder) == digests(made)
+    hidden = [file for file in (folder / "making").iterdir() if file.name.startswith(".")]
+    assert hidden == [running]
 
 
 def test_training_goes_on_where_it_was_kept(

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.causal import CausalModel
 from outrider.models.toy import ByteTokenizer
+from outrider.training import shards
 from outrider.training.distillation import Plan, Progress, distil
 from outrider.training.learning import Evaluation, Recipe
 from outrider.training.shards import shards_in
@@ -70,11 +71,26 @@ def run(folder: Path, plan: Plan = PLAN, *, killed_after: int = 0) -> Evaluation
     return distil(target(), module, folder, plan, tell)
 
 
-def apart(folder: Path, *, killed_after: int = 0) -> int:
+def kill_in_write(number: int) -> None:
+    """Have this process kill itself half way through writing that shard."""
+    save, calls = shards.save_file, 0
+
+    def save_half(tensors: object, file: Path) -> None:
+        nonlocal calls
+        calls += 1
+        save(tensors, file)  # type: ignore[arg-type]
+        if calls == number:
+            os.truncate(file, file.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shards.save_file = save_half  # type: ignore[assignment]
+
+
+def apart(folder: Path, *, killed_after: int = 0, killed_in_write: int = 0) -> int:
     """A run in a process of its own, whose number of threads is always the same; its exit code."""
     script = Path(__file__)
     path = os.pathsep.join(sys.path)
-    command = [sys.executable, str(script), str(folder), str(killed_after)]
+    command = [sys.executable, str(script), str(folder), str(killed_after), str(killed_in_write)]
     return subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path}).returncode
 
 
@@ -87,4 +103,5 @@ def digests(folder: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    kill_in_write(int(sys.argv[3]))
     run(Path(sys.argv[1]), killed_after=int(sys.argv[2]))

@@ -129,6 +129,14 @@ def distill(
             help="Another run of this target, whose text is learnt from too.",
         ),
     ] = None,
+    begin_as: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="An earlier drafter of this target to go on training, with its shape and ids; to "
+            "give it more text, for one.",
+        ),
+    ] = None,
     time_limit: Annotated[
         float | None, typer.Option(metavar="MINUTES", help="Of training.")
     ] = None,
@@ -158,6 +166,7 @@ def distill(
         prompts=asked,
         policies=parse_policies(temperatures),
         also_from=tuple(map(str, also_from or ())),
+        begin_as="" if begin_as is None else str(begin_as.resolve()),
         seed=seed,
     )
     if target.startswith("toy:"):
@@ -194,6 +203,7 @@ def _write_provenance(out: Path, plan: Plan, made: Mapping[str, float], **model:
         **asdict(plan),
         "prompts": len(set(plan.prompts)),
         "also_from": len(plan.also_from),
+        "begin_as": Path(plan.begin_as).name,
         "time_limit": None if math.isinf(plan.time_limit) else plan.time_limit,
     }
     facts = provenance(arguments, finished=f"{datetime.now(UTC):%Y-%m-%d}", **made)

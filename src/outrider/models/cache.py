@@ -21,6 +21,7 @@ __all__ = [
     "MANIFEST",
     "cache_folder",
     "clear_cache",
+    "clear_unfinished",
     "fingerprint",
     "is_whole",
     "kept_folder",
@@ -104,6 +105,23 @@ def written_whole(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Delete what processes that were killed in `written_whole` left in a folder."""
+    if os.name != "posix":  # elsewhere there is no harmless signal to ask a process by
+        return
+    for file in folder.glob(".*.*"):
+        process = file.suffix.removeprefix(".")
+        if not process.isdecimal():
+            continue
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            with contextlib.suppress(OSError):
+                file.unlink()
+        except (OSError, OverflowError):
+            continue
 
 
 def is_whole(folder: Path, facts: Sequence[str] = ()) -> bool:

@@ -193,6 +193,7 @@ class HuggingFaceTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.has_chat_template = bool(tokenizer.chat_template)
         self.eos_id: int | None = tokenizer.eos_token_id
+        self.special_ids = frozenset(tokenizer.all_special_ids)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of `text`."""

@@ -135,6 +135,7 @@ class ByteTokenizer:
 
     has_chat_template = True
     end_id = 256
+    special_ids = frozenset({end_id})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The bytes of `text`."""

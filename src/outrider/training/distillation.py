@@ -38,17 +38,19 @@ from outrider.training.shards import Shard, read_shard, shard_file, shards_in, w
 from outrider.training.student import (
     StudentShape,
     choose_vocabulary,
+    earlier_student,
     make_student,
     read_as_closest,
 )
 from outrider.training.writing import POLICIES, DrawPolicy, Writer
 
-__all__ = ["Material", "Plan", "Progress", "distil", "prepare", "save_drafter"]
+__all__ = ["Material", "Plan", "Progress", "cover", "distil", "prepare", "save_drafter"]
 
 DrawnText = tuple[Sequence[Shard], Sequence[DrawPolicy]]
 """Shards, and the policies that their answers were drawn by."""
 
 
+_VOCAB_SIZE = 8192
 _HELD_OUT = 0.02
 """Share of the shards that is judged by and not learnt from; at least one."""
 
@@ -67,6 +69,8 @@ class Plan:
             the target writes the turns too.
         policies: how answers are drawn; every turn is answered by each.
         also_from: folders of other runs of this target, whose text so far is learnt from too.
+        begin_as: the folder of an earlier drafter to begin as; shape and vocabulary are its own,
+            and those above must be left as they are.
         rows: conversations written side by side.
         passes: of a shard.
         seed: of the text.
@@ -74,12 +78,13 @@ class Plan:
 
     tokens: int = 1_000_000
     shape: StudentShape = field(default_factory=StudentShape)
-    vocab_size: int = 8192
+    vocab_size: int = _VOCAB_SIZE
     recipe: Recipe = field(default_factory=Recipe)
     time_limit: float = math.inf
     prompts: tuple[tuple[str, ...], ...] = ()
     policies: tuple[DrawPolicy, ...] = POLICIES
     also_from: tuple[str, ...] = ()
+    begin_as: str = ""
     rows: int = 48
     passes: int = 400
     seed: int = 0
@@ -104,6 +109,11 @@ class Plan:
         if not self.policies or len(set(self.policies)) < len(self.policies):
             drawn = ", ".join(map(str, self.policies)) or "none"
             raise UsageError(f"answers must be drawn by policies, each named once; got {drawn}")
+        if self.begin_as and (self.shape != StudentShape() or self.vocab_size != _VOCAB_SIZE):
+            raise UsageError(
+                "layers, width and vocabulary size are those of the drafter to begin as; leave "
+                "them out"
+            )
 
 
 @dataclass(frozen=True)
@@ -133,34 +143,25 @@ class Material:
     """What a student learns from.
 
     Attributes:
-        vocabulary: the ids it shall know.
         judges: answers to judge it by.
         taught: conversations to learn from.
     """
 
-    vocabulary: Vocabulary
     judges: list[Lesson]
     taught: list[Lesson]
 
 
 def prepare(
-    target: Model,
-    module: PreTrainedModel,
-    held_out: DrawnText,
-    text: Sequence[DrawnText],
-    vocab_size: int,
+    target: Model, vocabulary: Vocabulary, held_out: DrawnText, text: Sequence[DrawnText]
 ) -> Material:
-    """Lessons from a target's text, and the vocabulary that covers most of it.
+    """Lessons from a target's text.
 
     Args:
         target: who wrote it.
-        module: its weights; unknown ids are read as those whose embeddings are closest.
+        vocabulary: the ids that the student knows.
         held_out: to judge by.
         text: to learn from; answers to the questions that are judged by are left out.
-        vocab_size: V'.
     """
-    shards = [shard for some, _ in text for shard in some]
-    vocabulary = _vocabulary(target, module, shards, vocab_size)
     kept, read_as = vocabulary.kept, vocabulary.read_as
     some, policies = held_out
     judges = lessons(some, kept, read_as, policies=policies, answers_only=True)
@@ -177,7 +178,7 @@ def prepare(
         # Another run may have been given the same questions.
         if not asked.of(lesson.ids)
     ]
-    return Material(vocabulary, judges, taught)
+    return Material(judges, taught)
 
 
 def distil(
@@ -207,6 +208,8 @@ def distil(
         raise UsageError(f"{target.name} has no tokenizer, so it cannot write text to learn from")
     # What cannot be is refused before hours of text, not behind them.
     choose_vocabulary(torch.zeros(target.vocab_size), plan.vocab_size, _special_ids(target))
+    if plan.begin_as:
+        earlier_student(Path(plan.begin_as), target)
     prompts = _encoded(target, plan)
     others = [written_text(Path(other), target) for other in plan.also_from]
     seeds = {plan.seed: "this run"}
@@ -229,14 +232,19 @@ def distil(
             f"{plan.tokens} tokens are one shard of {plan.rows * plan.passes}; at least two are "
             "needed, one to learn from and one to judge by: ask for more tokens"
         )
-    model = module()
     text = [(shards[num_held_out:], plan.policies)]
     text += [(list(other.shards()), other.policies) for other in others]
-    material = prepare(target, model, (shards[:num_held_out], plan.policies), text, plan.vocab_size)
-    student = make_student(
-        model, material.vocabulary.kept, plan.shape, eos_ids=target.eos_ids, seed=plan.recipe.seed
-    )
-    del model
+    if plan.begin_as:
+        student, vocabulary = earlier_student(Path(plan.begin_as), target)
+    else:
+        model = module()
+        learnt = [shard for some, _ in text for shard in some]
+        vocabulary = cover(target, model, learnt, plan.vocab_size)
+        student = make_student(
+            model, vocabulary.kept, plan.shape, eos_ids=target.eos_ids, seed=plan.recipe.seed
+        )
+        del model
+    material = prepare(target, vocabulary, (shards[:num_held_out], plan.policies), text)
     begun = time.monotonic()
     first: int | None = None
 
@@ -254,7 +262,7 @@ def distil(
         time_limit=plan.time_limit,
         tell=told,
     )
-    save_drafter(student, material.vocabulary, folder)
+    save_drafter(student, vocabulary, folder)
     judged = course[-1].judged
     asked = _num_asked(target, prompts, shards)
     num_taught = sum(len(lesson.places) for lesson in material.taught)
@@ -299,6 +307,7 @@ def _card(
         turns = f"{num_asked} given prompts and to {turns}"
     policies = dict.fromkeys([*plan.policies, *(p for other in others for p in other.policies)])
     drawn = ", ".join(map(str, policies))
+    begun = f", begun as {Path(plan.begin_as).name}" if plan.begin_as else ""
     if others:
         drawn += f", some from {len(others)} other run{'s' * (len(others) > 1)}"
     return f"""# A drafter for {target.name}
@@ -312,7 +321,7 @@ is no use by itself.
 * Data: {num_taught} tokens of the target's own text: answers to {turns}, at temperatures
   {drawn}; no other text. After a slash stands top-p.
 * Recipe: loss {plan.recipe.loss}, learning rate {plan.recipe.rate:g}, {plan.recipe.epochs:g}
-  epochs, seed {plan.seed}.
+  epochs, seed {plan.seed}{begun}.
 * On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely
   id is the target's in {judged.greedy:.3f} of them.
 * On the way there, epochs counted, on some of these tokens:
@@ -413,9 +422,17 @@ def _text(
     return [read_shard(shard_file(making, number)) for number in range(num_shards)]
 
 
-def _vocabulary(
+def cover(
     target: Model, module: PreTrainedModel, shards: Sequence[Shard], vocab_size: int
 ) -> Vocabulary:
+    """The vocabulary of a student that covers most of what is in the shards.
+
+    Args:
+        target: who wrote them.
+        module: its weights; unknown ids are read as those whose embeddings are closest.
+        shards: the text.
+        vocab_size: V'.
+    """
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     for shard in shards:
         drawn = shard.tokens[shard.places.long()].long()
@@ -428,8 +445,12 @@ def _vocabulary(
 
 def _special_ids(target: Model) -> set[int]:
     """Ids that a drafter must know, however rarely they were drawn."""
+    assert target.tokenizer is not None
     frame = _frame(target)
-    return {*frame.opening, *frame.answer, *frame.turn, *frame.ends}
+    return {
+        *target.tokenizer.special_ids,
+        *(*frame.opening, *frame.answer, *frame.turn, *frame.ends),
+    }
 
 
 def _frame(target: Model) -> Frame:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from outrider.errors import UsageError
 from outrider.models import Model
-from outrider.models.cache import written_whole
+from outrider.models.cache import clear_unfinished, written_whole
 from outrider.training.shards import Shard, read_shard, shards_in
 from outrider.training.writing import DrawPolicy
 
@@ -106,6 +106,7 @@ def open_run(
         if file.is_file():
             found = json.loads(file.read_text())
             _check_same(folder, settings, found)
+            clear_unfinished(making)
             amounts = found["also_from"]
             return making, [_first(text, amounts[str(text.folder)]) for text in others]
         if not _is_free(folder, making):

@@ -12,14 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.errors import UsageError
+from outrider.errors import UsageError, VocabularyMismatch
+from outrider.models import Model
+from outrider.models.checkpoints import find_checkpoint, load_weights
+from outrider.models.trimmed import Vocabulary, read_vocabulary, tokenizer_digest
 
-__all__ = ["StudentShape", "choose_vocabulary", "make_student", "read_as_closest"]
+__all__ = [
+    "StudentShape",
+    "choose_vocabulary",
+    "earlier_student",
+    "make_student",
+    "read_as_closest",
+]
 
 _LLAMA = "llama"
 _WIDEST_OWN = 640
@@ -169,6 +179,32 @@ def make_student(
             projected[:, : len(directions)] = centred @ directions.T
             student.model.embed_tokens.weight.copy_(0.02 * projected / projected.std())
     return student
+
+
+def earlier_student(folder: Path, target: Model) -> tuple[LlamaForCausalLM, Vocabulary]:
+    """A drafter that was made for this target before, in float32, and the ids it knows.
+
+    Raises:
+        ModelNotFound, UnsupportedModel: there is no model that can be read.
+        UsageError: it is not one that `outrider distill` made.
+        VocabularyMismatch: it was made for another tokenizer.
+    """
+    student = load_weights(find_checkpoint(str(folder), torch.float32), torch.float32)
+    vocabulary = read_vocabulary(folder)
+    if vocabulary is None or not isinstance(student, LlamaForCausalLM):
+        raise UsageError(f"{folder} holds no drafter that `outrider distill` made; name such a one")
+    if student.config.vocab_size != len(vocabulary.kept):
+        raise UsageError(
+            f"{folder}: the model knows {student.config.vocab_size} ids, its vocabulary keeps "
+            f"{len(vocabulary.kept)}"
+        )
+    if vocabulary.digest != tokenizer_digest(target.tokenizer) or (
+        len(vocabulary.read_as) != target.vocab_size
+    ):
+        raise VocabularyMismatch(
+            f"{folder} was made for another tokenizer than that of {target.name}; begin without it"
+        )
+    return student.train(), vocabulary
 
 
 def _key_value_heads(num_heads: int) -> int:
