@@ -1,7 +1,7 @@
 """Students compared that learn from the text of one `outrider distill` run.
 
     python benchmarks/drafters.py RUN [--losses nla kl] [--layers 2] [--shares 0.25 0.5 1]
-                                  [--seeds 0 1] [--steps 250] [--json]
+                                  [--seeds 0 1] [--steps 250] [--walltime] [--json]
 
 Every combination is trained from the start, for about the same number of steps or for the same
 number of epochs, on the run's text but for its first shards, and judged on these: alpha on answers
@@ -9,14 +9,21 @@ drawn at temperature 1, and how often the likeliest id is the target's on greedy
 shares of the text the last line tells what another million tokens would bring, by a straight line
 through alpha against the logarithm of the tokens: with --steps from more text alone, with --epochs
 from as much more training too. The vocabulary is chosen on all of the text.
+
+With --walltime every shape of student is timed beside its target (int8 weights), and the factor
+over plain decoding is told at the best draft length, as if a token were accepted with that
+probability at every position (`theory.walltime_factor`): larger students are more often right and
+take longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from itertools import product
@@ -24,10 +31,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import LlamaForCausalLM
 
-from outrider.models import load_model
+from outrider.costs import Costs, measure_costs
+from outrider.models import Model, load_model
 from outrider.models.checkpoints import find_checkpoint, load_weights
-from outrider.training.distillation import cover, prepare
+from outrider.models.trimmed import Vocabulary
+from outrider.theory import best_gamma_measured, walltime_factor
+from outrider.training.distillation import cover, prepare, save_drafter
 from outrider.training.learning import Evaluation, Recipe, train
 from outrider.training.runs import written_text
 from outrider.training.student import StudentShape, make_student
@@ -43,6 +54,22 @@ def another_million(rows: list[Row], name: str) -> float:
     values = np.array([float(row[name]) for row in rows])
     slope = float(np.polyfit(np.log(tokens), values, 1)[0])
     return slope * math.log(1.0 + 1e6 / float(tokens.max()))
+
+
+def timed(target: Model, student: LlamaForCausalLM, vocabulary: Vocabulary) -> Costs:
+    """What passes of this pair cost on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(copy.deepcopy(student), vocabulary, Path(folder))
+        drafter = load_model(folder, dtype="int8" if target.engine == "openvino" else "auto")
+        return measure_costs(target, drafter, context=256)
+
+
+def factor(alpha: float, costs: Costs) -> float:
+    """Walltime over plain decoding at the best draft length, acceptance being iid."""
+    survival = [alpha**i for i in range(1, 17)]
+    v = {n: costs.verify_cost(n) for n in costs.positions}
+    best = best_gamma_measured(survival, costs.c, v, max_gamma=len(survival))
+    return walltime_factor(survival, best, costs.c, v)
 
 
 def main() -> None:
@@ -61,6 +88,7 @@ def main() -> None:
     add("--seeds", type=int, nargs="+", default=[0])
     add("--steps", type=int, default=0, help="of every student; 0: as many as --epochs makes")
     add("--epochs", type=float, default=1.0)
+    add("--walltime", action="store_true", help="time every shape of student too")
     add("--json", action="store_true")
     arguments = parser.parse_args()
     target = load_model(arguments.target)
@@ -81,6 +109,7 @@ def main() -> None:
         for size, vocabulary in vocabularies.items()
     }
     rows: list[Row] = []
+    costs: dict[tuple[int, int, int], Costs] = {}
     for values in product(
         arguments.losses,
         arguments.rates,
@@ -119,6 +148,15 @@ def main() -> None:
             "alpha": round(judged.alpha, 4),
             "greedy": round(judged.greedy, 4),
         }
+        if arguments.walltime:
+            shape = (layers, width, vocab_size)
+            if shape not in costs:
+                costs[shape] = timed(target, student, vocabularies[vocab_size])
+            row |= {
+                "c": round(costs[shape].c, 4),
+                "walltime": round(factor(judged.alpha, costs[shape]), 3),
+                "walltime_greedy": round(factor(judged.greedy, costs[shape]), 3),
+            }
         rows.append(row)
         print(json.dumps(row), file=sys.stderr)
     facts: dict[str, object] = {"rows": rows, "judged_tokens": judged.num_tokens}
@@ -130,7 +168,7 @@ def main() -> None:
         arguments.also_from = [Path(folder).name for folder in arguments.also_from]
         print(json.dumps({**facts, "provenance": provenance(arguments)}))
         return
-    names = [*VARIED, "distinct_tokens", "learnt_tokens", "seconds", "alpha", "greedy"]
+    names = list(rows[0])
     print("| " + " | ".join(name.replace("_", " ") for name in names) + " |")
     print("|---" * len(names) + "|")
     for row in rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,24 @@ def made(target: Model, module: PreTrainedModel, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("made") / "drafter"
     distil(target, lambda: module, folder, PLAN)
     return folder
+
+
+def test_students_of_a_runs_text_are_compared_by_alpha_and_walltime(made: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "drafters.py"
+    options = ("--vocab-sizes", "4096", "--shares", "0.5", "1", "--steps", "3", "--walltime")
+    done = subprocess.run(
+        [sys.executable, str(script), str(made), *options, "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    facts = json.loads(done.stdout.splitlines()[-1])
+    half, whole = facts["rows"]
+    assert (half["share"], whole["share"]) == (0.5, 1.0)
+    assert 0.4 < half["distinct_tokens"] / whole["distinct_tokens"] < 0.6
+    assert half["c"] == whole["c"]  # of one shape, timed once
+    for row in facts["rows"]:
+        assert 0.0 < row["c"] < 0.5
+        assert 0.9 < row["walltime"] < 1.2 > row["walltime_greedy"]
+    assert set(facts["another_million"]) == {"alpha", "greedy"}
+    assert str(made.parent) not in done.stdout

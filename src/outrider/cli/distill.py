@@ -16,6 +16,7 @@ import typer
 from outrider.cli import terminal
 from outrider.cli.app import app
 from outrider.cli.options import (
+    DeviceOption,
     EngineOption,
     JsonOption,
     KvMemoryOption,
@@ -142,6 +143,7 @@ def distill(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of text, start and order.")] = 0,
     engine: EngineOption = "auto",
+    device: DeviceOption = "auto",
     kv_memory: KvMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -156,7 +158,7 @@ def distill(
     from outrider.training.learning import Recipe
     from outrider.training.student import StudentShape
 
-    check_choices(engine)
+    check_choices(engine, device=device)
     plan = Plan(
         tokens=count,
         shape=StudentShape(layers, width),
@@ -174,6 +176,7 @@ def distill(
     model = load_model(
         target,
         engine=engine,  # type: ignore[arg-type]
+        device=device,
         kv_memory=kv_bytes(kv_memory),
     )
 

@@ -70,8 +70,8 @@ class Lesson:
     Attributes:
         ids: int64 [n].
         places: int64 [A], indices of the tokens to learn, each at least 1.
-        top_ids: int64 [A, K] in the student's ids, -1 for what it cannot propose.
-        top_probs: float32 [A, K] of the target.
+        top_ids: int32 [A, K] in the student's ids, -1 for what it cannot propose.
+        top_probs: float16 [A, K] of the target.
         policy: how the answers were drawn.
     """
 
@@ -128,8 +128,8 @@ def lessons(
         policies: that the shards' answers were drawn by.
         answers_only: leave out what the target wrote in a user's place.
     """
-    own = torch.full((len(read_as),), -1, dtype=torch.int64)
-    own[kept] = torch.arange(len(kept))
+    own = torch.full((len(read_as),), -1, dtype=torch.int32)
+    own[kept] = torch.arange(len(kept), dtype=torch.int32)
     found = []
     for shard in shards:
         wanted = shard.parts == int(Part.ANSWER)
@@ -143,7 +143,7 @@ def lessons(
                         read_as[ids.long()],
                         places[wanted[drawn]].long(),
                         own[shard.top_ids[chosen].long()],
-                        shard.top_probs[chosen].float(),
+                        shard.top_probs[chosen],
                         policies[int(shard.policies[drawn.start])],
                     )
                 )
@@ -164,7 +164,7 @@ def train(
     """Train a student in place; how it did on the way, on some of `held_out`, and at last on all.
 
     Args:
-        student: in float32.
+        student: in float32; trained on the device where it is.
         taught: to learn from.
         held_out: to judge by.
         recipe: how.
@@ -185,7 +185,7 @@ def train(
     num_learnt = 0
     some = held_out[:: max(1, len(held_out) // _GLANCE)]
     if state is not None and state.is_file():
-        found = torch.load(state, weights_only=True)
+        found = torch.load(state, weights_only=True, map_location=student.device)
         student.load_state_dict(found["student"])
         optimiser.load_state_dict(found["optimiser"])
         step, spent = int(found["step"]), float(found["seconds"])
@@ -251,8 +251,8 @@ def evaluate(
         logits, top_ids, probs = _read(student, chosen)
         log_q, log_rest = on_kept_ids(logits, top_ids)
         rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
-        accepted.append(acceptance(log_q, log_rest, probs, rest))
-        agreed.append((logits.argmax(dim=-1) == top_ids[:, 0]).float())
+        accepted.append(acceptance(log_q, log_rest, probs, rest).cpu())
+        agreed.append((logits.argmax(dim=-1) == top_ids[:, 0]).float().cpu())
         temperatures += [
             torch.full((len(lesson.places),), lesson.policy.temperature) for lesson in chosen
         ]
@@ -282,7 +282,11 @@ def _loss(
 
 
 def _read(student: LlamaForCausalLM, batch: Sequence[Lesson]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [A, V'] where answers are predicted, the target's ids and probabilities [A, K]."""
+    """Logits [A, V'] where answers are predicted, the target's ids and probabilities [A, K].
+
+    All of them where the student is.
+    """
+    device = student.device
     longest = max(len(lesson.ids) for lesson in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     rows, places = [], []
@@ -291,10 +295,10 @@ def _read(student: LlamaForCausalLM, batch: Sequence[Lesson]) -> tuple[Tensor, T
         rows.append(torch.full((len(lesson.places),), row))
         places.append(lesson.places - 1)  # a token is predicted at the one before it
     # What fills a row up comes behind all that counts, where causal attention does not look.
-    hidden = student.model(input_ids=ids, use_cache=False).last_hidden_state
-    logits = student.lm_head(hidden[torch.cat(rows), torch.cat(places)])
-    top_ids = torch.cat([lesson.top_ids for lesson in batch])
-    return logits, top_ids, torch.cat([lesson.top_probs for lesson in batch])
+    hidden = student.model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+    logits = student.lm_head(hidden[torch.cat(rows).to(device), torch.cat(places).to(device)])
+    top_ids = torch.cat([lesson.top_ids for lesson in batch]).to(device).long()
+    return logits, top_ids, torch.cat([lesson.top_probs for lesson in batch]).to(device).float()
 
 
 def _batches(taught: Sequence[Lesson], recipe: Recipe) -> list[list[int]]:
