@@ -22,12 +22,10 @@ from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.cache import cache_folder, written_whole
 from outrider.theory import interpolated
 
-__all__ = ["Costs", "curve_positions", "kept_costs", "measure_costs", "time_passes"]
+__all__ = ["Costs", "kept_costs", "measure_costs", "time_passes"]
 
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
-_WIDEST_PASS = 96
-"""Most rows of a pass over several sequences: curves are straight before, and passes slow."""
 _FORMAT = "costs 5"
 
 
@@ -138,13 +136,6 @@ def _num_processors() -> str:
     except AttributeError:  # not on every system
         allowed = os.cpu_count()
     return f"{allowed} {os.environ.get('OMP_NUM_THREADS', '')}"
-
-
-def curve_positions(positions: Sequence[int], num_sequences: int) -> list[int]:
-    """Those of `positions` that are measured for each of so many sequences side by side."""
-    return [
-        n for n in positions if n <= 2 or num_sequences == 1 or n * num_sequences <= _WIDEST_PASS
-    ]
 
 
 def measure_costs(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.costs import curve_positions
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.measure.alpha import RandomDrafter
@@ -22,6 +21,7 @@ from outrider.measure.cost import (
     num_parameters,
     usual_curve,
 )
+from outrider.measure.prediction import curve_positions
 from outrider.measure.records import measurement_from
 from outrider.models import Feed
 from outrider.models.toy import ToyModel, hashed_law
@@ -61,7 +61,12 @@ def test_a_curve_of_a_batch_feeds_that_many_sequences_at_once() -> None:
     assert curve["target_ms"] == pytest.approx(5.0, rel=0.4)
 
 
-def test_a_large_batch_is_not_timed_over_many_positions_each() -> None:
+def test_a_curve_of_a_batch_has_every_number_of_positions_too() -> None:
+    curve = measure_curve(Slow(ms_per_row=0.01), None, 4, 8, positions=POSITIONS, repeats=1)
+    assert [int(n) for n in curve["verify_cost"]] == list(POSITIONS)
+
+
+def test_for_predictions_a_large_batch_is_not_timed_over_many_positions_each() -> None:
     assert curve_positions(FULL_POSITIONS, 1) == list(range(1, 34))
     assert curve_positions(POSITIONS, 8) == [1, 2, 3, 5, 6, 9]
     assert curve_positions(POSITIONS, 64) == [1, 2]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outrider.costs import CALIBRATION_POSITIONS, Costs, curve_positions, measure_costs
+from outrider.costs import CALIBRATION_POSITIONS, Costs, measure_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter
 from outrider.measure.prediction import steps_of
@@ -84,7 +84,7 @@ def measure_curve(
     costs = measure_costs(
         target,
         drafter,
-        positions=curve_positions(positions, batch),
+        positions=positions,
         context=context,
         repeats=repeats,
         num_sequences=batch,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from outrider.costs import curve_positions
 from outrider.drafters import Drafter
 from outrider.drafters.lookup import LookupDrafter
 from outrider.measure.alpha import (
@@ -335,7 +334,7 @@ class Measuring:
         return curve_places(self._target, self._amounts.contexts, self._amounts.batches)
 
     def _curve_work(self, context: int, batch: int) -> float:
-        rows = sum(batch * n + 4 for n in curve_positions(self._amounts.positions, batch))
+        rows = sum(batch * n + 4 for n in self._amounts.positions)
         return 0.6 * rows * (self._amounts.repeats + 1) + 0.6 * context * batch
 
     @property

@@ -26,18 +26,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.costs import Costs, curve_positions, measure_costs
+from outrider.costs import Costs, measure_costs
 from outrider.models import Model
 from outrider.requests import Result, Round
 
 __all__ = [
     "BatchCosts",
     "Step",
+    "curve_positions",
     "measure_batch_costs",
     "modelled_ms",
     "outside_ms_per_row",
     "steps_of",
 ]
+
+_WIDEST_PASS = 96
+"""Most rows of a pass over several sequences: curves are straight before, and passes slow."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,13 @@ class BatchCosts:
 
     def _share(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
         return (num_requests - 1.0) / max(1, self.size - 1)
+
+
+def curve_positions(positions: Sequence[int], num_sequences: int) -> list[int]:
+    """Those of `positions` that a prediction needs for each of so many sequences side by side."""
+    return [
+        n for n in positions if n <= 2 or num_sequences == 1 or n * num_sequences <= _WIDEST_PASS
+    ]
 
 
 def measure_batch_costs(
