@@ -179,7 +179,7 @@ def test_upcoming_sureness_is_used_before_anything_is_drawn() -> None:
         ahead = [0.95 if good else 0.3] * 8
         go_on = length.begin(1)
         drafted = 0
-        while drafted < 8 and go_on(ahead[:drafted], ahead[drafted:]):
+        while drafted < 8 and go_on(ahead[:drafted], ahead[drafted:], range(drafted)):
             drafted += 1
         length.observe(drafted, drafted if good else 0)
         if number > 60:

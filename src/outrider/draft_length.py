@@ -21,7 +21,7 @@ that the first j drafted tokens of this round are all accepted, draft token k if
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
   last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
   the second half way between that and the third; they fade, and belong to one request alone:
-  nothing is carried over to another. A drafter that copies some drafts and draws others has these
+  nothing is carried over to another. A drafter that copies some tokens and draws others has these
   numbers twice.
 
 Where no draft is worth it, none is made; now and then one is tried, at growing intervals, so that
@@ -32,8 +32,8 @@ section 3.5 and section 6; the paper's oracle of section 3.5 is the most it can 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Container, Sequence
+from typing import NamedTuple, Protocol
 
 from outrider.costs import Costs
 
@@ -56,7 +56,12 @@ _CHANGE_CHARGED = 0.5
 class GoOn(Protocol):
     """Asked before every draw whether one more token shall be drafted."""
 
-    def __call__(self, confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
+    def __call__(
+        self,
+        confidences: Sequence[float],
+        upcoming: Sequence[float] = (),
+        copied: Container[int] = (),
+    ) -> bool:
         """The answer.
 
         Args:
@@ -64,6 +69,7 @@ class GoOn(Protocol):
                 the probability that it is accepted.
             upcoming: the same for tokens that would come next, each given the ones before it, from
                 a drafter that knows them without drawing (a copy of earlier text).
+            copied: places of those `confidences` that were not drawn either.
         """
         ...
 
@@ -104,7 +110,9 @@ class Fixed:
         """Nothing to learn."""
 
 
-def always(confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
+def always(
+    confidences: Sequence[float], upcoming: Sequence[float] = (), copied: Container[int] = ()
+) -> bool:
     """Yes."""
     return True
 
@@ -129,6 +137,13 @@ class _Share:
         return (self.successes + _GUESS_WEIGHT * guess) / (self.trials + _GUESS_WEIGHT)
 
 
+class _Token(NamedTuple):
+    """A drafted token, or one that is to come: how sure the drafter is, and whether it copied."""
+
+    confidence: float
+    copied: bool
+
+
 class _Record:
     """The fate of examined tokens from one source, and what it lets expect."""
 
@@ -140,21 +155,27 @@ class _Record:
         # guesses are off on the whole.
         self._guessed = 0.0
 
-    def add(self, confidences: Sequence[float], drafted: int, accepted: int) -> None:
-        """One round's; confidences of all that were drafted, or fewer where none was asked for."""
+    def fade(self) -> None:
+        """A round has passed that drafted from this source."""
         # All fade, also those that this round says nothing of: what was true of long drafts in an
         # easy stretch must not outlive it.
         for share in (self._overall, *self._by_confidence, *self._by_previous):
             share.fade()
         self._guessed *= _FADE
-        for place in range(min(accepted + 1, drafted)):
-            success = place < accepted
-            self._overall.add(success)
-            self._after(confidences[:place]).add(success)
-            if place < len(confidences):
-                confidence = confidences[place]
-                self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
-                self._guessed = _MEMORY * self._guessed + confidence
+
+    def add(self, confidence: float | None, previous: float | None, success: bool) -> None:
+        """The fate of one examined token.
+
+        Args:
+            confidence: the drafter's guess; None where it was not asked for.
+            previous: of the token before it in the draft; None for the first.
+            success: whether it was accepted.
+        """
+        self._overall.add(success)
+        self._after(previous).add(success)
+        if confidence is not None:
+            self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
+            self._guessed = _MEMORY * self._guessed + confidence
 
     def kept(self, confidence: float) -> float:
         """Probability that a token of that confidence is accepted."""
@@ -162,22 +183,22 @@ class _Record:
         guess = min(1.0, trust * confidence)
         return self._by_confidence[bisect_right(_EDGES, confidence)].mean(guess)
 
-    def next_kept(self, confidences: Sequence[float]) -> float:
-        """Probability that the next token, not drawn yet, is accepted once examined."""
+    def next_kept(self, previous: float | None) -> float:
+        """Probability that a token not drawn yet is accepted behind one of that confidence."""
         guess = self.any_kept()
-        if confidences:
-            guess = (guess + confidences[-1]) / 2
-        return self._after(confidences).mean(guess)
+        if previous is not None:
+            guess = (guess + previous) / 2
+        return self._after(previous).mean(guess)
 
     def any_kept(self) -> float:
         """Probability that a token is accepted of which nothing is known."""
         return self._overall.mean(_FIRST_GUESS)
 
-    def _after(self, confidences: Sequence[float]) -> _Share:
+    def _after(self, previous: float | None) -> _Share:
         """Of tokens that came behind one of the same confidence: easy stretches last."""
-        if not confidences:
+        if previous is None:
             return self._by_previous[-1]
-        return self._by_previous[bisect_right(_EDGES, confidences[-1])]
+        return self._by_previous[bisect_right(_EDGES, previous)]
 
 
 class Adaptive:
@@ -192,10 +213,9 @@ class Adaptive:
         self.limit = limit
         self._costs = costs
         self._drawn, self._copied = _Record(), _Record()
-        self._source = self._drawn
         self._emitted = self._spent = 0.0
         self._num_requests = 1
-        self._confidences: list[float] = []
+        self._tokens: list[_Token] = []
         self._standing, self._num_counted = 1.0, 0
         self._idle = 0
         self._next_probe = _FIRST_PROBE
@@ -205,7 +225,7 @@ class Adaptive:
     def begin(self, num_requests: int) -> GoOn:
         """Decides this round, in which the request pays its share of the passes over all."""
         self._num_requests = num_requests
-        self._confidences = []
+        self._tokens = []
         self._standing, self._num_counted = 1.0, 0
         self._declined = False
         self._probing = self._idle >= self._next_probe
@@ -221,22 +241,41 @@ class Adaptive:
                 self._next_probe = min(_LAST_PROBE, 2 * self._next_probe)
             elif accepted:
                 self._next_probe = _FIRST_PROBE
+        known = self._tokens[:drafted]
+        num_copied = sum(token.copied for token in known)
         self._emitted = _MEMORY * self._emitted + accepted + 1
-        self._spent = _MEMORY * self._spent + self._cost(drafted)
-        if drafted:
-            self._source.add(self._confidences, drafted, accepted)
+        self._spent = _MEMORY * self._spent + self._cost(drafted, drafted - num_copied)
+        if num_copied:
+            self._copied.fade()
+        if num_copied < drafted:
+            self._drawn.fade()
+        for place in range(min(accepted + 1, drafted)):
+            # Of the last token nothing was asked any more if it was drawn.
+            token = known[place] if place < len(known) else None
+            previous = known[place - 1].confidence if place else None
+            confidence = None if token is None else token.confidence
+            self._source(token).add(confidence, previous, place < accepted)
 
-    def _go_on(self, confidences: Sequence[float], upcoming: Sequence[float] = ()) -> bool:
-        self._confidences = [*confidences, *upcoming[:1]]
+    def _source(self, token: _Token | None) -> _Record:
+        return self._copied if token is not None and token.copied else self._drawn
+
+    def _go_on(
+        self,
+        confidences: Sequence[float],
+        upcoming: Sequence[float] = (),
+        copied: Container[int] = (),
+    ) -> bool:
+        self._tokens = [
+            *(_Token(confidence, place in copied) for place, confidence in enumerate(confidences)),
+            *(_Token(confidence, True) for confidence in upcoming[:1]),
+        ]
         included = len(confidences)
-        if not included:  # one round's tokens are all drawn, or all copied
-            self._source = self._copied if upcoming else self._drawn
         if included >= self.limit:
             return False
         if self._probing and included == 0:
             return True
-        for confidence in confidences[self._num_counted :]:
-            self._standing *= self._source.kept(confidence)
+        for token in self._tokens[self._num_counted : included]:
+            self._standing *= self._source(token).kept(token.confidence)
         self._num_counted = included
         answer = self._is_worth_it(included, self._standing, upcoming)
         self._declined = included == 0 and not answer
@@ -245,18 +284,22 @@ class Adaptive:
     def _is_worth_it(self, included: int, standing: float, upcoming: Sequence[float]) -> bool:
         """Whether some number of further tokens brings more than their time does otherwise."""
         rate = self._rate()
-        spent = self._cost(included)
+        steps = sum(not token.copied for token in self._tokens[:included])
+        spent = self._cost(included, steps)
+        source = self._copied if upcoming else self._drawn
         gain = 0.0
         for length in range(included + 1, self.limit + 1):
             ahead = length - included - 1
+            steps += 0 if upcoming else 1
             if ahead < len(upcoming):
-                standing *= self._source.kept(upcoming[ahead])
+                standing *= source.kept(upcoming[ahead])
             elif not ahead:
-                standing *= self._source.next_kept(self._confidences)
+                previous = self._tokens[included - 1].confidence if included else None
+                standing *= source.next_kept(previous)
             else:
-                standing *= self._source.any_kept()
+                standing *= source.any_kept()
             gain += standing
-            if gain > rate * (self._cost(length) - spent):
+            if gain > rate * (self._cost(length, steps) - spent):
                 return True
             if standing < 0.02:
                 return False
@@ -264,14 +307,18 @@ class Adaptive:
 
     def _rate(self) -> float:
         """Tokens per millisecond; never below those of plain decoding, which can always be had."""
-        plain = self._cost(0)
+        plain = self._cost(0, 0)
         so_far = (self._emitted + _GUESS_WEIGHT) / (self._spent + _GUESS_WEIGHT * plain)
         return max(so_far, 1.0 / plain)
 
-    def _cost(self, length: int) -> float:
-        """Milliseconds of this request's share of a round with that draft length for all."""
+    def _cost(self, length: int, steps: int) -> float:
+        """Milliseconds of this request's share of a round with that draft for all.
+
+        Args:
+            length: of the draft.
+            steps: tokens of it that were not copied.
+        """
         n = self._num_requests
-        copies = self._source is self._copied
-        step = 0.0 if copies else self._costs.drafter_ms * self._costs.verify_cost(n)
+        step = self._costs.drafter_ms * self._costs.verify_cost(n) if steps else 0.0
         change = self._costs.change_ms * _CHANGE_CHARGED if length and n > 1 else 0.0
-        return (self._costs.target(n * (length + 1)) + length * step) / n + change
+        return (self._costs.target(n * (length + 1)) + steps * step) / n + change

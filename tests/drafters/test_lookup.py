@@ -274,3 +274,61 @@ def test_the_history_is_not_modified(propose: Propose) -> None:
 def test_it_is_called_lookup_and_runs_no_model() -> None:
     assert LookupDrafter().name == "lookup"
     assert LookupDrafter().model is None
+
+
+# --- The cursor ---
+
+
+def longest_in(text: list[int], drafted: list[int]) -> int:
+    """Length of the longest suffix of text and draft that stands in the text, ended before."""
+    whole = text + drafted
+    for length in range(len(whole), 0, -1):
+        suffix = whole[-length:]
+        for end in range(length, len(text) + (0 if not drafted else 1)):
+            if text[end - length : end] == suffix:
+                return length
+    return 0
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    st.lists(st.integers(0, 2), max_size=8),
+)
+@settings(max_examples=400, deadline=None)
+def test_a_cursor_knows_the_longest_match_behind_a_draft(
+    text: list[int], drafted: list[int]
+) -> None:
+    index = SuffixIndex()
+    for token in text:
+        index.append(token)
+    cursor = index.cursor()
+    assert cursor.length == index.match()[0]
+    for place, token in enumerate(drafted):
+        cursor.advance(token)
+        done = drafted[: place + 1]
+        whole = text + done
+        # A copy may run on into the draft itself, so it can be longer than what the text has.
+        assert cursor.length >= longest_in(text, done)
+        if cursor.length:
+            followed = cursor.following
+            ends = [
+                end
+                for end in range(cursor.length, len(whole))
+                if whole[end - cursor.length : end] == whole[-cursor.length :]
+            ]
+            assert followed in {whole[end] for end in ends}
+    assert index.tokens == text
+
+
+def test_a_cursor_leaves_a_copy_that_broke_off_for_another() -> None:
+    index = SuffixIndex()
+    for token in [1, 2, 3, 7, 2, 9, 8, 1, 2]:
+        index.append(token)
+    cursor = index.cursor()
+    assert (cursor.length, cursor.following) == (2, 3)
+    cursor.advance(9)  # not what followed 1 2, but what followed 2 alone
+    assert (cursor.length, cursor.following) == (2, 8)
+    cursor.advance(5)  # never seen
+    assert cursor.length == 0
+    cursor.advance(7)
+    assert (cursor.length, cursor.following) == (1, 2)

@@ -160,6 +160,28 @@ class UnfilteredDrafter(LawDrafter):
         return Draft(tokens, torch.stack(rows))
 
 
+class PeekingDrafter(LawDrafter):
+    """Breaks the contract: draws a token, and copies instead where it does not like that one.
+
+    Which of two sources proposes must be settled before anything is drawn.
+    """
+
+    def one(
+        self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
+    ) -> Draft:
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        for i in range(gamma):
+            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+            token = noise.draft(i, row)
+            if row[token] < 0.4:
+                token = sequence.tokens[0]
+                row = torch.zeros_like(row).index_fill_(0, torch.tensor(token), 1.0)
+            tokens.append(token)
+            rows.append(row)
+        return Draft(tokens, torch.stack(rows))
+
+
 class SoftGreedyDrafter(LawDrafter):
     """Breaks the contract: drafts the likeliest token, reports the whole law as q."""
 

@@ -15,6 +15,7 @@ from exact.drafters import (
     AskingTooLateDrafter,
     DroppingDrafter,
     HostileDrafter,
+    PeekingDrafter,
     SoftGreedyDrafter,
     StoppingDrafter,
     UnfilteredDrafter,
@@ -97,10 +98,10 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "trimmed": lambda: ModelDrafter(trimmed(), target_vocab_size=SIZE),
     "lookup": LookupDrafter,
     "lookup_first": lambda: LookupFirst(
-        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=2)
+        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), min_match=1
     ),
     "model_behind_lookup": lambda: LookupFirst(
-        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=9)
+        ModelDrafter(ToyModel(OTHER, SIZE), target_vocab_size=SIZE), min_match=9
     ),
     "ngram": lambda: NgramDrafter(fit_ngrams([[0, 1, 2, 2, 1, 0, 0, 2]], order=3, vocab_size=SIZE)),
     "uniform": lambda: UniformDrafter(SIZE),
@@ -160,7 +161,9 @@ def test_every_wrong_rule_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("broken", [DroppingDrafter, UnfilteredDrafter, SoftGreedyDrafter])
+@pytest.mark.parametrize(
+    "broken", [DroppingDrafter, PeekingDrafter, UnfilteredDrafter, SoftGreedyDrafter]
+)
 def test_every_drafter_that_breaks_the_contract_is_caught(
     rule: str, broken: Callable[..., Drafter]
 ) -> None:

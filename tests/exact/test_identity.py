@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "itself": lambda: ModelDrafter(target(), target_vocab_size=SIZE),
     "trimmed": lambda: ModelDrafter(trimmed(), target_vocab_size=SIZE),
     "lookup": LookupDrafter,
-    "lookup first": lambda: LookupFirst(model_drafter(), LookupDrafter(min_match=2)),
+    "lookup first": lambda: LookupFirst(model_drafter(), min_match=2),
     "ngram": fitted,
     "uniform": lambda: UniformDrafter(SIZE),
     "hostile": lambda: HostileDrafter(SIZE, TARGET_LAW),

@@ -22,6 +22,7 @@ from scipy import stats
 from exact.controls import WRONG_RULES
 from exact.drafters import (
     DroppingDrafter,
+    PeekingDrafter,
     SoftGreedyDrafter,
     UnfilteredDrafter,
     UniformDrafter,
@@ -98,7 +99,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE),
     "lookup": lambda: LookupDrafter(min_match=1),
     "lookup first": lambda: LookupFirst(
-        ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE), LookupDrafter(min_match=2)
+        ModelDrafter(ToyModel(DRAFT_LAW, SIZE), target_vocab_size=SIZE), min_match=2
     ),
     "uniform": lambda: UniformDrafter(SIZE),
 }
@@ -133,7 +134,9 @@ def test_every_wrong_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
     assert g_test(counts, known_law(0)) < P_FALSE
 
 
-@pytest.mark.parametrize("broken", [DroppingDrafter, UnfilteredDrafter, SoftGreedyDrafter])
+@pytest.mark.parametrize(
+    "broken", [DroppingDrafter, PeekingDrafter, UnfilteredDrafter, SoftGreedyDrafter]
+)
 def test_every_drafter_that_breaks_the_contract_is_noticed(broken: Callable[..., Drafter]) -> None:
     counts = sample(broken(SIZE, DRAFT_LAW), start=0, rule="block")
     assert g_test(counts, known_law(0)) < P_FALSE

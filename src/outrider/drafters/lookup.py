@@ -15,7 +15,7 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Verdict
 
-__all__ = ["LookupDrafter", "SuffixIndex"]
+__all__ = ["Cursor", "LookupDrafter", "SuffixIndex"]
 
 
 class SuffixIndex:
@@ -68,6 +68,28 @@ class SuffixIndex:
         """
         return self._match
 
+    def cursor(self) -> Cursor:
+        """Behind the text as it is now."""
+        return Cursor(self, self._link[self._whole], *self._match)
+
+    def follow(self, state: int, length: int, token: int) -> tuple[int, int, int]:
+        """The longest suffix that occurs, when a token is put behind one that does.
+
+        Args:
+            state: of the one that occurs; 0 or less for nothing.
+            length: of it.
+            token: to come behind it. The text itself stays as it is.
+
+        Returns:
+            The state and length of the longest suffix with it, and where that ended; length 0 for a
+            token that the text does not have.
+        """
+        while state > 0 and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        found = self._next[max(0, state)].get(token, 0)
+        return (found, length + 1, self._end[found]) if found else (0, 0, 0)
+
     def _split(self, previous: int, token: int, found: int) -> int:
         clone = self._add_state(
             dict(self._next[found]),
@@ -87,6 +109,41 @@ class SuffixIndex:
         self._length.append(length)
         self._end.append(end)
         return len(self._link) - 1
+
+
+class Cursor:
+    """What followed earlier, while tokens come behind the text that are only drafted.
+
+    Args:
+        index: of the text, which stays as it is.
+        state, length, end: of the longest suffix that occurred before.
+
+    Attributes:
+        length: tokens of the longest match, drafted ones among them; 0 for none.
+    """
+
+    def __init__(self, index: SuffixIndex, state: int, length: int, end: int) -> None:
+        self._index = index
+        self._state, self._known = state, length
+        self.length, self._end = length, end
+        self._drafted: list[int] = []
+
+    @property
+    def following(self) -> int:
+        """The token that followed the match; asked only where there is one."""
+        # A match may overlap the end (a text that repeats itself): then it goes on in the draft.
+        beyond = self._end - len(self._index.tokens)
+        return self._index.tokens[self._end] if beyond < 0 else self._drafted[beyond]
+
+    def advance(self, token: int) -> None:
+        """One more token is drafted."""
+        goes_on = self.length > 0 and self.following == token
+        self._drafted.append(token)
+        self._state, self._known, end = self._index.follow(self._state, self._known, token)
+        if goes_on:
+            self.length, self._end = self.length + 1, self._end + 1
+        if not goes_on or self._known > self.length:
+            self.length, self._end = self._known, end
 
 
 _SURETY = {1: 0.2, 2: 0.5}  # by the length of the match
@@ -122,20 +179,24 @@ class LookupDrafter:
         drafts = []
         asked = go_on or [always] * len(sequences)
         for sequence, gamma, more in zip(sequences, gammas, asked, strict=True):
-            index = self._indexes.setdefault(sequence, SuffixIndex())
-            for token in sequence.tokens[len(index.tokens) :]:
-                index.append(token)
-            length, end = index.match()
+            cursor = self.cursor(sequence)
             drawn: list[int] = []
-            if length >= self._min_match:
-                # A match may overlap the end (a text that repeats itself): behind the last token
-                # the copy goes on with what it has copied.
-                period = len(index.tokens) - end
-                surety = [_surety(length + i) for i in range(gamma)]
-                while (i := len(drawn)) < gamma and more(surety[:i], surety[i : i + _AHEAD]):
-                    drawn.append(index.tokens[end + i % period])
+            if cursor.length >= self._min_match:
+                surety = [_surety(cursor.length + i) for i in range(gamma)]
+                while (i := len(drawn)) < gamma and more(
+                    surety[:i], surety[i : i + _AHEAD], range(i)
+                ):
+                    drawn.append(cursor.following)
+                    cursor.advance(drawn[-1])
             drafts.append(Draft(drawn))
         return drafts
+
+    def cursor(self, sequence: History) -> Cursor:
+        """Behind all that is committed of a request."""
+        index = self._indexes.setdefault(sequence, SuffixIndex())
+        for token in sequence.tokens[len(index.tokens) :]:
+            index.append(token)
+        return index.cursor()
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
         """Nothing to learn: the index reads the emitted tokens at the next proposal."""

@@ -1,12 +1,25 @@
-"""Copying where the text repeats itself, a drafting model everywhere else."""
+"""Copying where the text repeats itself, a drafting model everywhere else, token by token.
+
+Of every token of a draft it is settled which of the two proposes it, by what stands before it: the
+committed tokens, those drafted in this round, and how earlier drafts of the request fared. So each
+has one law it comes from: a point mass on a copied token, the model's q on a drawn one.
+
+The better one proposes. For copies, how often they were right behind matches about as long; for the
+model, how often it was right at all; both begin at a guess, fade, and belong to one request alone.
+A copy takes no pass, and a small model is worst where a text goes over what it has said before.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from outrider.draft_length import GoOn
-from outrider.drafters.lookup import LookupDrafter
-from outrider.drafters.model import ModelDrafter
+import torch
+from torch import Tensor
+
+from outrider.draft_length import GoOn, always
+from outrider.drafters.lookup import Cursor, LookupDrafter
+from outrider.drafters.model import Drawing, ModelDrafter
 from outrider.models import Model
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
@@ -14,24 +27,111 @@ from outrider.verification import Draft, Verdict
 
 __all__ = ["LookupFirst"]
 
-_MIN_MATCH = 4
-"""Shorter matches are accepted less often than what a model of the target's own text proposes."""
+# Chosen on answers of the default target and the drafter made for it; docs/log.md has the figures.
+_LENGTHS = (3, 4, 6, 9)
+"""Where a longer match counts as another kind."""
+_GUESSES = (0.5, 0.5, 0.65, 0.75, 0.85)
+_DRAWN_GUESS = 0.4
+_GUESS_WEIGHT = 12.0
+_MEMORY = 0.98
+_AHEAD = 8
+"""Copies whose chances are told before they are drafted."""
+_DRAWN = -1
+
+
+class _Chances:
+    """How often a request's drafted tokens stood, by where they came from."""
+
+    def __init__(self) -> None:
+        guesses = (*_GUESSES, _DRAWN_GUESS)  # the model's is the last one, at place -1
+        self._trials = [_GUESS_WEIGHT] * len(guesses)
+        self._successes = [_GUESS_WEIGHT * guess for guess in guesses]
+        self.sources: list[int] = []
+        """Of the last draft's tokens."""
+
+    def of(self, source: int) -> float:
+        return self._successes[source] / self._trials[source]
+
+    def observe(self, accepted: int) -> None:
+        """Count what was examined of the last draft."""
+        for place, source in enumerate(self.sources[: accepted + 1]):
+            self._trials[source] = _MEMORY * self._trials[source] + 1.0
+            self._successes[source] = _MEMORY * self._successes[source] + (place < accepted)
+        self.sources = []
+
+
+class _Drafting:
+    """One request's draft in the making."""
+
+    def __init__(self, cursor: Cursor, chances: _Chances, min_match: int) -> None:
+        self._cursor = cursor
+        self._chances = chances
+        self._min_match = min_match
+        self.tokens: list[int] = []
+        self.laws: list[Tensor | None] = []
+        self._sureties: list[float] = []
+        self._copied: set[int] = set()
+
+    def copies(self) -> bool:
+        """Whether the next token is to be copied."""
+        length = self._cursor.length
+        if length < self._min_match:
+            return False
+        return self._chances.of(_kind(length)) >= self._chances.of(_DRAWN)
+
+    def is_worth_more(self, more: GoOn, limit: int) -> bool:
+        """Whether to draft one more token."""
+        if len(self.tokens) >= limit:
+            return False
+        upcoming: list[float] = []
+        if self.copies():
+            num_ahead = min(_AHEAD, limit - len(self.tokens))
+            upcoming = [self._chances.of(_kind(self._cursor.length + i)) for i in range(num_ahead)]
+        return more(self._sureties, upcoming, self._copied)
+
+    def copy(self) -> None:
+        """Put the token behind the match into the draft."""
+        source = _kind(self._cursor.length)
+        self._copied.add(len(self.tokens))
+        self._add(self._cursor.following, None, self._chances.of(source), source)
+
+    def put(self, token: int, law: Tensor, surety: float) -> None:
+        """Put a drawn token into the draft."""
+        self._add(token, law, surety, _DRAWN)
+
+    def _add(self, token: int, law: Tensor | None, surety: float, source: int) -> None:
+        self.tokens.append(token)
+        self.laws.append(law)
+        self._sureties.append(surety)
+        self._chances.sources.append(source)
+        self._cursor.advance(token)
+
+    def draft(self) -> Draft:
+        drawn = [law for law in self.laws if law is not None]
+        if not drawn:
+            return Draft(self.tokens)
+        rows = [
+            torch.zeros_like(drawn[0]).index_fill_(0, torch.tensor(token), 1.0)
+            if law is None
+            else law
+            for token, law in zip(self.tokens, self.laws, strict=True)
+        ]
+        return Draft(self.tokens, torch.stack(rows), len(drawn))
 
 
 class LookupFirst:
-    """Drafts a round by a match in the text, if there is a long one, or else by a model.
-
-    Which of the two is settled before the first token of a draft is drawn, by the tokens that stand
-    already. So every draft comes from one law: a point mass on each copied token, or the model's q.
+    """Drafts every token by a match in the text or by a model, whichever is the more often right.
 
     Args:
-        lookup: asked first.
-        model_drafter: asked where the first one drafts nothing.
+        model_drafter: draws tokens.
+        min_match: tokens that must match for a copy.
     """
 
-    def __init__(self, model_drafter: ModelDrafter, lookup: LookupDrafter | None = None) -> None:
-        self._lookup = lookup or LookupDrafter(min_match=_MIN_MATCH)
+    def __init__(self, model_drafter: ModelDrafter, *, min_match: int = 2) -> None:
+        self._lookup = LookupDrafter(min_match=min_match)
+        self._min_match = min_match
         self._model_drafter = model_drafter
+        self._chances: dict[History, _Chances] = {}
         self.name = f"lookup+{model_drafter.name}"
 
     @property
@@ -47,27 +147,47 @@ class LookupFirst:
         noise: Sequence[RoundNoise],
         go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
-        """Copies for some of the sequences, the model's drafts for the others in one batch."""
-        drafts = self._lookup.propose(sequences, gammas, policies, noise, go_on)
-        left = [i for i, draft in enumerate(drafts) if not draft.tokens]
-        if left:
-            drawn = self._model_drafter.propose(
-                [sequences[i] for i in left],
-                [gammas[i] for i in left],
-                [policies[i] for i in left],
-                [noise[i] for i in left],
-                [go_on[i] for i in left] if go_on else (),
-            )
-            for i, draft in zip(left, drawn, strict=True):
-                drafts[i] = draft
-        return drafts
+        """Drafts of copied and drawn tokens; whoever needs a drawn one gets it in the same pass."""
+        asked = go_on or [always] * len(sequences)
+        drafting = []
+        for sequence in sequences:
+            chances = self._chances.setdefault(sequence, _Chances())
+            chances.sources = []
+            drafting.append(_Drafting(self._lookup.cursor(sequence), chances, self._min_match))
+        active = list(range(len(sequences)))
+        while active:
+            drawing: dict[int, Drawing] = {}
+            for i in active:
+                item = drafting[i]
+                while more := item.is_worth_more(asked[i], gammas[i]):
+                    if not item.copies():
+                        break
+                    item.copy()
+                if more:
+                    drawing[i] = Drawing(sequences[i], item.tokens, policies[i], noise[i])
+            drawn = self._model_drafter.draw(drawing)
+            for i, found in drawn.items():
+                drafting[i].put(*found)
+            active = list(drawn)
+        return [
+            Draft(draft.tokens, None, draft.steps) if policy.is_greedy else draft
+            for policy, draft in zip(policies, (item.draft() for item in drafting), strict=True)
+        ]
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
-        """Both see what stands now."""
-        self._lookup.observe(sequences, verdicts)
+        """Learn which of the two was right."""
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            if sequence in self._chances:
+                self._chances[sequence].observe(verdict.accepted)
         self._model_drafter.observe(sequences, verdicts)
 
     def release(self, sequence: History) -> None:
-        """Both forget the request."""
+        """Forget the request."""
+        self._chances.pop(sequence, None)
         self._lookup.release(sequence)
         self._model_drafter.release(sequence)
+
+
+def _kind(length: int) -> int:
+    """Which kind of match one of that length is."""
+    return bisect_right(_LENGTHS, length)

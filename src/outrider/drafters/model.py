@@ -5,20 +5,52 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.draft_length import GoOn
+from outrider.draft_length import GoOn, always
 from outrider.errors import CacheFull, NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
 
-__all__ = ["ModelDrafter", "widened"]
+__all__ = ["Drawing", "Drawn", "ModelDrafter", "widened"]
 
 _LOG = logging.getLogger("outrider")
+
+
+class Drawing(NamedTuple):
+    """A request for which one token is to be drawn.
+
+    Attributes:
+        sequence: its committed tokens.
+        drafted: tokens of this round's draft so far.
+        policy: how it samples.
+        noise: the round's draws.
+    """
+
+    sequence: History
+    drafted: Sequence[int]
+    policy: SamplingPolicy
+    noise: RoundNoise
+
+
+class Drawn(NamedTuple):
+    """A drawn token.
+
+    Attributes:
+        token: its id.
+        law: [V], what it was drawn from.
+        surety: the model's probability of it; under a greedy policy before it was made a point
+            mass, which says nothing of how close the choice was.
+    """
+
+    token: int
+    law: Tensor
+    surety: float
 
 
 class ModelDrafter:
@@ -51,50 +83,56 @@ class ModelDrafter:
         go_on: Sequence[GoOn] = (),
     ) -> list[Draft]:
         """Drafts drawn token by token, all sequences advancing together in one pass per token."""
-        limits = [
-            min(gamma, self._room(sequence))
-            for sequence, gamma in zip(sequences, gammas, strict=True)
-        ]
+        asked = go_on or [always] * len(sequences)
         tokens: list[list[int]] = [[] for _ in sequences]
         laws: list[list[Tensor]] = [[] for _ in sequences]
         surety: list[list[float]] = [[] for _ in sequences]
-        for step in range(max(limits, default=0)):
-            for i, more in enumerate(go_on):
-                if limits[i] > step and not more(surety[i]):
-                    limits[i] = step
-            active = [i for i, limit in enumerate(limits) if limit > step]
-            if not active:
-                break
-            logits = self._score({i: (sequences[i], tokens[i]) for i in active})
-            with single_threaded():
-                for i in active:
-                    if i not in logits:  # no room although it had all of it
-                        limits[i] = step
-                        continue
-                    row = widened(logits[i], self._target_vocab_size)
-                    try:
-                        law = policies[i].probs(row, sequences[i], tokens[i])[0]
-                    except NothingToDraw:  # what the policy allows, this vocabulary does not have
-                        limits[i] = step
-                        continue
-                    except NumericalError as error:
-                        # A sick drafter must not cost the target its requests.
-                        _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
-                        limits[i] = step
-                        continue
-                    one_hot = policies[i].is_greedy
-                    tokens[i].append(int(law.argmax()) if one_hot else noise[i].draft(step, law))
-                    laws[i].append(law)
-                    if go_on:
-                        # A one-hot law says nothing of how close the choice was.
-                        sure = row[0].softmax(-1) if one_hot else law
-                        surety[i].append(float(sure[tokens[i][-1]]))
-                    if tokens[i][-1] >= self.model.vocab_size:  # forced by a processor
-                        limits[i] = step + 1
+        active = list(range(len(sequences)))
+        while active:
+            active = [i for i in active if len(tokens[i]) < gammas[i] and asked[i](surety[i])]
+            drawn = self.draw(
+                {i: Drawing(sequences[i], tokens[i], policies[i], noise[i]) for i in active}
+            )
+            active = list(drawn)
+            for i, item in drawn.items():
+                tokens[i].append(item.token)
+                laws[i].append(item.law)
+                surety[i].append(item.surety)
         return [
             Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows), len(drawn))
             for drawn, rows, policy in zip(tokens, laws, policies, strict=True)
         ]
+
+    def draw(self, drawings: dict[int, Drawing]) -> dict[int, Drawn]:
+        """One token for each of some requests, in one pass; none where the model has none to give.
+
+        Args:
+            drawings: by any number. Those without room in the context, with a token beyond the
+                vocabulary, or whose policy leaves nothing that the model knows, get none.
+        """
+        able = {i: item for i, item in drawings.items() if self._can_read(item)}
+        if not able:
+            return {}
+        logits = self._score(able)
+        drawn: dict[int, Drawn] = {}
+        with single_threaded():
+            for i, (sequence, drafted, policy, noise) in able.items():
+                if i not in logits:  # no room although it had all of it
+                    continue
+                row = widened(logits[i], self._target_vocab_size)
+                try:
+                    law = policy.probs(row, sequence, drafted)[0]
+                except NothingToDraw:  # what the policy allows, this vocabulary does not have
+                    continue
+                except NumericalError as error:
+                    # A sick drafter must not cost the target its requests.
+                    _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
+                    continue
+                greedy = policy.is_greedy
+                token = int(law.argmax()) if greedy else noise.draft(len(drafted), law)
+                sure = row[0].softmax(-1) if greedy else law
+                drawn[i] = Drawn(token, law, float(sure[token]))
+        return drawn
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
         """Roll the caches back to the tokens that stand."""
@@ -112,13 +150,13 @@ class ModelDrafter:
         if cached is not None:
             cached.close()
 
-    def _score(self, drawing: dict[int, tuple[History, list[int]]]) -> dict[int, Tensor]:
+    def _score(self, drawing: dict[int, Drawing]) -> dict[int, Tensor]:
         """Logits [1, V] after what each sequence has drawn; none for one that does not fit alone.
 
         Where they do not fit together, they take turns in the cache. That is slow, but how long a
         draft is must not depend on the neighbours: a seed's text would.
         """
-        feeds = [self._feed(*drawn) for drawn in drawing.values()]
+        feeds = [self._feed(item.sequence, item.drafted) for item in drawing.values()]
         try:
             rows = self.model.score(feeds)
             return {i: rows[k : k + 1] for k, i in enumerate(drawing)}
@@ -135,13 +173,13 @@ class ModelDrafter:
             for i, drawn in drawing.items():
                 logits |= self._score({i: drawn})
             return logits
-        [(history, _)] = drawing.values()
-        others = [other for other in self._cached if other is not history]
+        [alone] = drawing.values()
+        others = [other for other in self._cached if other is not alone.sequence]
         for other in others:
             self._cached.pop(other).close()
         return self._score(drawing) if others else {}
 
-    def _feed(self, sequence: History, drawn: list[int]) -> Feed:
+    def _feed(self, sequence: History, drawn: Sequence[int]) -> Feed:
         cached = self._cached.get(sequence)
         if cached is None:
             cached = self._cached[sequence] = self.model.start(Prompt(sequence.tokens))
@@ -151,13 +189,17 @@ class ModelDrafter:
         ]
         return Feed(cached, unseen, 1)
 
-    def _room(self, sequence: History) -> int:
-        """Most tokens that can be drafted: drawing the k-th needs all before it in the context."""
+    def _can_read(self, item: Drawing) -> bool:
+        """Whether all that a token is drawn behind is in the vocabulary and fits the context."""
+        sequence, drafted = item.sequence, item.drafted
+        if len(sequence) + len(drafted) > self.model.context_length:
+            return False
         searched = self._foreign.get(sequence, 0)
-        if any(token >= self.model.vocab_size for token in sequence.tokens[searched:]):
-            return 0
+        size = self.model.vocab_size
+        if any(token >= size for token in (*sequence.tokens[searched:], *drafted)):
+            return False
         self._foreign[sequence] = len(sequence)
-        return max(0, self.model.context_length - len(sequence) + 1)
+        return True
 
 
 def widened(logits: Tensor, vocab_size: int) -> Tensor:

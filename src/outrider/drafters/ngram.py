@@ -183,7 +183,7 @@ class NgramDrafter:
         for sequence, gamma, more in zip(sequences, gammas, asked, strict=True):
             prefix = sequence.tokens[max(0, len(sequence) - self._table.order + 1) :]
             drawn: list[int] = []
-            while len(drawn) < gamma and more([_SURETY] * len(drawn), [_SURETY]):
+            while len(drawn) < gamma and more([_SURETY] * len(drawn), [_SURETY], range(len(drawn))):
                 token = self._table.best([*prefix, *drawn])
                 if token is None:
                     break
