@@ -95,7 +95,7 @@ def test_a_drafter_is_made_told_of_and_used(
     assert (source["arguments"]["target"], source["arguments"]["prompts"]) == (folder, 1)
     assert "answers to 1 given prompts" in (out / "README.md").read_text()
     again = run(*call)  # everything is there already
-    assert f"use it with --drafter {out}" in again.out
+    assert f"use it with --drafter lookup+{out}" in again.out
     assert "text:" not in again.err
     table = str(tmp_path / "table")
     fitted = run("fit", table, "--target", folder, "--distilled", str(out), "--json")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from outrider.costs import Costs, kept_costs, measure_costs, time_passes
+from outrider.costs import Costs, kept_costs, measure_context, measure_costs, time_passes
 from outrider.errors import UsageError
 from outrider.models import Feed
 from outrider.models.toy import ToyModel, hashed_law
@@ -52,6 +52,21 @@ def test_a_model_is_timed_and_leaves_nothing_open() -> None:
     assert costs.drafter_ms > 0
     assert measure_costs(MODEL, None, positions=(1,), repeats=1).drafter_ms == 0
     assert min(time_passes(MODEL, 2, context=0, num_sequences=3)) > 0
+
+
+def test_what_a_cached_token_adds_to_a_pass_is_told_apart() -> None:
+    class Remembering(ToyModel):
+        """Takes 2 ms, and 20 microseconds more for every token cached."""
+
+        def score(self, feeds: Sequence[Feed]) -> Tensor:
+            time.sleep(0.002 + 2e-5 * sum(feed.sequence.length for feed in feeds))
+            return super().score(feeds)
+
+    model = Remembering(hashed_law(5, seed=1), 5)
+    assert measure_context(model) == pytest.approx(0.02, rel=0.25)
+    assert measure_context(MODEL) < 0.002
+    # One that can hold no more has no longer contexts.
+    assert measure_context(ToyModel(hashed_law(5, seed=1), 5, context_length=40)) == 0.0
 
 
 class Preparing(ToyModel):

@@ -222,6 +222,29 @@ def test_in_a_batch_a_draft_must_be_worth_the_change_of_width() -> None:
     assert share_drafted(changing, 1) == share_drafted(steady, 1) > 0.9
 
 
+def test_behind_a_long_context_drafts_are_longer_since_every_pass_costs_more() -> None:
+    costs = Costs((1, 33), (1.0, 4.2), context=64, context_ms=0.002)
+
+    def drafted(context: int) -> float:
+        length = Adaptive(costs)
+        dice = random.Random(7)
+        total = 0
+        for _ in range(200):
+            go_on = length.begin(1, context)
+            sure: list[float] = []
+            while len(sure) < length.limit and go_on(sure):
+                sure.append(0.7)
+            accepted = 0
+            while accepted < len(sure) and dice.random() < 0.7:
+                accepted += 1
+            length.observe(len(sure), accepted)
+            total += len(sure)
+        return total / 200
+
+    assert drafted(64) == drafted(0)
+    assert drafted(2000) > 1.2 * drafted(64)
+
+
 def test_two_requests_share_nothing() -> None:
     first, second = Adaptive(MODEL), Adaptive(MODEL)
     play(first, lambda *_: False, num_rounds=50)

@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from outrider.errors import UsageError
@@ -22,10 +22,11 @@ from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.cache import cache_folder, written_whole
 from outrider.theory import interpolated
 
-__all__ = ["Costs", "kept_costs", "measure_costs", "time_passes"]
+__all__ = ["Costs", "kept_costs", "measure_context", "measure_costs", "time_passes"]
 
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
+_FAR = 512
 _FORMAT = "costs 5"
 
 
@@ -42,6 +43,8 @@ class Costs:
             an engine prepares for the shapes of a pass, and for the same again it has done so.
         drafter_reads: time of a drafter pass over the most positions measured, over the target's;
             what a prompt takes to read on top, as a share.
+        context_ms: what a pass takes on top for every further token that is cached, of any
+            sequence in it: its keys and values are read too.
     """
 
     positions: tuple[int, ...] = (1, 33)
@@ -50,6 +53,7 @@ class Costs:
     context: int = 0
     change_ms: float = 0.0
     drafter_reads: float = 0.0
+    context_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no curve; UsageError."""
@@ -58,7 +62,7 @@ class Costs:
             raise UsageError(f"positions must rise from 1, not {self.positions!r}")
         if len(self.target_ms) != len(self.positions) or min(self.target_ms) <= 0.0:
             raise UsageError("target_ms must hold a time above 0 for each of the positions")
-        for name in ("drafter_ms", "change_ms", "drafter_reads"):
+        for name in ("drafter_ms", "change_ms", "drafter_reads", "context_ms"):
             if getattr(self, name) < 0.0:
                 raise UsageError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
 
@@ -116,10 +120,12 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
             context=kept["context"],
             change_ms=kept["change_ms"],
             drafter_reads=kept["drafter_reads"],
+            context_ms=kept["context_ms"],
         )
     notify(f"timing passes of {name} once, for the draft length")
     # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
     costs = measure_costs(target, drafter, repeats=3, typical=min)
+    costs = replace(costs, context_ms=measure_context(target))
     for model in models:
         model.forget()
     with contextlib.suppress(OSError):  # nothing depends on its being kept
@@ -215,6 +221,40 @@ def measure_costs(
         )
         change_ms = max(0.0, statistics.median(first - second for first, second in pairs))
     return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms, drafter_reads)
+
+
+def measure_context(
+    model: Model, *, near: int = _CONTEXT, far: int = _FAR, repeats: int = 5
+) -> float:
+    """Milliseconds that every further cached token adds to a pass over one position.
+
+    Args:
+        model: whose passes.
+        near, far: tokens cached; both are cut to what the model can hold.
+        repeats: passes behind either, by turns.
+    """
+    lengths = sorted({min(length, model.context_length - 1) for length in (near, far)})
+    if len(lengths) < 2:
+        return 0.0
+    tables: list[CachedSequence] = []
+    times: list[list[float]] = [[], []]
+    try:
+        for k, length in enumerate(lengths):
+            # Other tokens, so that nothing is shared.
+            ids = [(17 + k + 37 * i) % model.vocab_size for i in range(length)]
+            tables.append(model.start(Prompt(ids)))
+            model.score([Feed(tables[k], ids[tables[k].length :], 1)])
+        for _ in range(repeats):
+            for k, table in enumerate(tables):
+                started = time.perf_counter()
+                model.score([Feed(table, [0], 1)])
+                times[k].append(1e3 * (time.perf_counter() - started))
+                table.rollback(lengths[k])
+    finally:
+        for table in tables:
+            table.close()
+    short, long = map(statistics.median, times)
+    return max(0.0, long - short) / (lengths[1] - lengths[0])
 
 
 def time_passes(

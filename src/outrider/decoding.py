@@ -383,7 +383,9 @@ class Engine:
             [batch[i].request.policy for i in drafting],
             [noise[i] for i in drafting],
             [
-                batch[i].length.begin(len(batch) if batch[i].is_free_of_lengths else 1)
+                batch[i].length.begin(
+                    len(batch) if batch[i].is_free_of_lengths else 1, len(batch[i].history)
+                )
                 for i in drafting
             ],
         )

@@ -12,9 +12,10 @@ that the first j drafted tokens of this round are all accepted, draft token k if
     S_k + ... + S_j  >  rate * (cost(j) - cost(k - 1))
 
 * cost(j): a round with j drafted tokens, from the costs measured on this machine: a target pass
-  over j + 1 positions and, but for copies, j drafter steps. In a batch, a request's share of the
-  passes over all; and for a draft half of what a pass of another width than the last costs more,
-  since all would pay for the width that one of them changes.
+  over j + 1 positions, with what the request's cached tokens add to it, and, but for copies, j
+  drafter steps. In a batch, a request's share of the passes over all; and for a draft half of what
+  a pass of another width than the last costs more, since all would pay for the width that one of
+  them changes.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
@@ -82,8 +83,13 @@ class DraftLength(Protocol):
         """Most tokens of any round."""
         ...
 
-    def begin(self, num_requests: int) -> GoOn:
-        """What to ask in this round, in which `num_requests` share the passes."""
+    def begin(self, num_requests: int, context: int = 0) -> GoOn:
+        """What to ask in this round.
+
+        Args:
+            num_requests: that share the passes.
+            context: tokens of this request that are cached.
+        """
         ...
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -102,7 +108,7 @@ class Fixed:
     def __init__(self, gamma: int) -> None:
         self.limit = gamma
 
-    def begin(self, num_requests: int) -> GoOn:
+    def begin(self, num_requests: int, context: int = 0) -> GoOn:
         """Yes, up to the limit."""
         return always
 
@@ -215,6 +221,7 @@ class Adaptive:
         self._drawn, self._copied = _Record(), _Record()
         self._emitted = self._spent = 0.0
         self._num_requests = 1
+        self._context_ms = 0.0
         self._tokens: list[_Token] = []
         self._standing, self._num_counted = 1.0, 0
         self._idle = 0
@@ -222,9 +229,10 @@ class Adaptive:
         self._declined = False
         self._probing = False
 
-    def begin(self, num_requests: int) -> GoOn:
+    def begin(self, num_requests: int, context: int = 0) -> GoOn:
         """Decides this round, in which the request pays its share of the passes over all."""
         self._num_requests = num_requests
+        self._context_ms = self._costs.context_ms * max(0, context - self._costs.context)
         self._tokens = []
         self._standing, self._num_counted = 1.0, 0
         self._declined = False
@@ -321,4 +329,5 @@ class Adaptive:
         n = self._num_requests
         step = self._costs.drafter_ms * self._costs.verify_cost(n) if steps else 0.0
         change = self._costs.change_ms * _CHANGE_CHARGED if length and n > 1 else 0.0
-        return (self._costs.target(n * (length + 1)) + steps * step) / n + change
+        passes = self._costs.target(n * (length + 1)) + steps * step
+        return passes / n + change + self._context_ms

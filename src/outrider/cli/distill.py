@@ -192,7 +192,7 @@ def distill(
     else:
         terminal.out.print(
             f"{out}: alpha {judged.alpha:.2f} at temperature 1, {judged.greedy:.2f} greedy, on "
-            f"{judged.num_tokens} tokens held out; use it with --drafter {out}"
+            f"{judged.num_tokens} tokens held out; use it with --drafter lookup+{out}"
         )
 
 
