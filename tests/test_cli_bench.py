@@ -346,7 +346,7 @@ def test_fewer_prompts_than_asked_for_are_told(
     file = tmp_path / "question.jsonl"
     file.write_text('{"category": "qa", "turns": ["Who?"]}\n')
     options = ("--prompts", str(file), "--temperature", "0", "--json")
-    assert "of 3 prompts a task, qa has 1" in bench(*options, "--prompts-per-task", "3").err
+    assert "of 3 prompts a task, questions has 1" in bench(*options, "--prompts-per-task", "3").err
     assert "prompts a task" not in bench(*options, "--prompts-per-task", "1").err
 
 

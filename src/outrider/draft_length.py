@@ -260,7 +260,7 @@ class Adaptive:
         for place in range(min(accepted + 1, drafted)):
             # Of the last token nothing was asked any more if it was drawn.
             token = known[place] if place < len(known) else None
-            previous = known[place - 1].confidence if place else None
+            previous = known[min(place, len(known)) - 1].confidence if place and known else None
             confidence = None if token is None else token.confidence
             self._source(token).add(confidence, previous, place < accepted)
 

@@ -114,10 +114,11 @@ def test_a_drafting_model_that_is_always_wrong_gives_way_to_copies(propose: Prop
 def test_unexamined_tokens_say_nothing(propose: Propose) -> None:
     drafter, _ = mixed()
     history = History([3, 4, 8, 3, 4])
-    [draft] = propose(drafter, [history], 6)
-    assert draft.tokens == [8, 3, 4, 8, 3, 4]
-    drafter.observe([history], [Verdict(0, 0)])
-    # A failure behind a match of two: there the model proposes now.
+    for _ in range(3):
+        [draft] = propose(drafter, [history], 6)
+        assert draft.tokens == [8, 3, 4, 8, 3, 4]
+        drafter.observe([history], [Verdict(0, 0)])
+    # Three failures behind matches of two: there the model proposes now.
     assert propose(drafter, [history], 1)[0].tokens == [5]
     # The copies behind longer matches were never examined.
     history.tokens.append(8)

@@ -55,10 +55,10 @@ def test_a_curve_has_the_cost_of_every_number_of_positions() -> None:
 
 
 def test_a_curve_of_a_batch_feeds_that_many_sequences_at_once() -> None:
-    model = Slow()
+    model = Slow(ms_per_row=4.0)
     curve = measure_curve(model, None, 4, 3, positions=(1, 4), repeats=1)
     assert {tuple(sizes) for sizes in model.passes if len(sizes) == 3} == {(1, 1, 1), (4, 4, 4)}
-    assert curve["target_ms"] == pytest.approx(5.0, rel=0.4)
+    assert curve["target_ms"] == pytest.approx(14.0, rel=0.4)
 
 
 def test_a_curve_of_a_batch_has_every_number_of_positions_too() -> None:
@@ -84,7 +84,7 @@ def test_a_drafting_models_step_is_one_pass_of_it() -> None:
         MODEL, drafter, (1, 2), SamplingPolicy(), context=8, repeats=3, num_tokens=6
     )
     assert found["drafter_ms"] == pytest.approx(6.0, rel=0.3)
-    assert 0.0 <= found["outside_ms"] < 5.0
+    assert 0.0 <= found["outside_ms"] < 15.0
 
 
 def test_another_drafters_step_is_what_a_drafted_token_takes() -> None:

@@ -90,7 +90,7 @@ def _is_model(drafter: str) -> bool:
     if drafter in own or drafter.startswith(("ngram:", "lookup+")):
         return False
     folder = Path(drafter).expanduser()
-    if not folder.is_dir():
+    if not drafter or not folder.is_dir():
         return True
     from outrider.models.trimmed import is_trimmed  # seconds of imports
 
