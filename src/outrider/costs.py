@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -236,23 +236,14 @@ def measure_context(
     lengths = sorted({min(length, model.context_length - 1) for length in (near, far)})
     if len(lengths) < 2:
         return 0.0
-    tables: list[CachedSequence] = []
     times: list[list[float]] = [[], []]
-    try:
-        for k, length in enumerate(lengths):
-            # Other tokens, so that nothing is shared.
-            ids = [(17 + k + 37 * i) % model.vocab_size for i in range(length)]
-            tables.append(model.start(Prompt(ids)))
-            model.score([Feed(tables[k], ids[tables[k].length :], 1)])
+    with _cached(model, lengths) as sequences:
         for _ in range(repeats):
-            for k, table in enumerate(tables):
+            for k, (table, _) in enumerate(sequences):
                 started = time.perf_counter()
                 model.score([Feed(table, [0], 1)])
                 times[k].append(1e3 * (time.perf_counter() - started))
                 table.rollback(lengths[k])
-    finally:
-        for table in tables:
-            table.close()
     short, long = map(statistics.median, times)
     return max(0.0, long - short) / (lengths[1] - lengths[0])
 
@@ -274,17 +265,8 @@ def time_passes(
         num_sequences: side by side.
         before: called before each of the two.
     """
-    ids = [(17 + 37 * i) % model.vocab_size for i in range(context + num_positions)]
-    tables: list[CachedSequence] = []
-    try:
-        for k in range(num_sequences):
-            begun = [(token + k) % model.vocab_size for token in ids]
-            table = model.start(Prompt(begun))
-            tables.append(table)
-            if table.length < context:
-                model.score([Feed(table, begun[table.length : context], 1)])
-            table.rollback(context)
-        feeds = [Feed(table, ids[context:], num_positions) for table in tables]
+    with _cached(model, [context] * num_sequences, num_positions) as sequences:
+        feeds = [Feed(table, following, num_positions) for table, following in sequences]
         taken = []
         for _ in range(2):
             if before is not None:
@@ -292,9 +274,29 @@ def time_passes(
             started = time.perf_counter()
             model.score(feeds)
             taken.append(1e3 * (time.perf_counter() - started))
-            for table in tables:
+            for table, _ in sequences:
                 table.rollback(context)
         return taken[0], taken[1]
+
+
+@contextlib.contextmanager
+def _cached(
+    model: Model, lengths: Sequence[int], num_following: int = 0
+) -> Iterator[list[tuple[CachedSequence, list[int]]]]:
+    """Sequences that have so many tokens cached, each with ids that may follow; closed at the end.
+
+    No two begin alike, so that they share nothing.
+    """
+    sequences: list[tuple[CachedSequence, list[int]]] = []
+    try:
+        for k, length in enumerate(lengths):
+            ids = [(17 + k + 37 * i) % model.vocab_size for i in range(length + num_following)]
+            table = model.start(Prompt(ids))
+            sequences.append((table, ids[length:]))
+            if table.length < length:
+                model.score([Feed(table, ids[table.length : length], 1)])
+            table.rollback(length)
+        yield sequences
     finally:
-        for table in tables:
+        for table, _ in sequences:
             table.close()

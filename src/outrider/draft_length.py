@@ -38,7 +38,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.costs import Costs
 
-__all__ = ["Adaptive", "DraftLength", "Fixed", "GoOn", "always", "draft_length"]
+__all__ = ["Adaptive", "DraftLength", "Fixed", "GoOn", "Share", "always", "draft_length"]
 
 LONGEST = 32
 """Most tokens an adaptive length drafts in a round."""
@@ -123,18 +123,24 @@ def always(
     return True
 
 
-class _Share:
-    """A share of successes with a memory: trials of earlier rounds count less and less."""
+class Share:
+    """A share of successes with a memory: trials of earlier rounds count less and less.
 
-    def __init__(self) -> None:
-        self.successes = 0.0
-        self.trials = 0.0
+    Args:
+        successes, trials: to begin with.
+    """
+
+    def __init__(self, successes: float = 0.0, trials: float = 0.0) -> None:
+        self.successes = successes
+        self.trials = trials
 
     def fade(self) -> None:
+        """All trials so far count less."""
         self.successes *= _FADE
         self.trials *= _FADE
 
     def add(self, success: bool) -> None:
+        """One more trial."""
         self.successes = _MEMORY * self.successes + success
         self.trials = _MEMORY * self.trials + 1.0
 
@@ -154,9 +160,9 @@ class _Record:
     """The fate of examined tokens from one source, and what it lets expect."""
 
     def __init__(self) -> None:
-        self._overall = _Share()
-        self._by_confidence = [_Share() for _ in range(len(_EDGES) + 1)]
-        self._by_previous = [_Share() for _ in range(len(_EDGES) + 2)]
+        self._overall = Share()
+        self._by_confidence = [Share() for _ in range(len(_EDGES) + 1)]
+        self._by_previous = [Share() for _ in range(len(_EDGES) + 2)]
         # Sum of confidences of examined tokens, remembered like a share: how far the drafter's own
         # guesses are off on the whole.
         self._guessed = 0.0
@@ -200,7 +206,7 @@ class _Record:
         """Probability that a token is accepted of which nothing is known."""
         return self._overall.mean(_FIRST_GUESS)
 
-    def _after(self, previous: float | None) -> _Share:
+    def _after(self, previous: float | None) -> Share:
         """Of tokens that came behind one of the same confidence: easy stretches last."""
         if previous is None:
             return self._by_previous[-1]

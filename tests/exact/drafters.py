@@ -67,6 +67,19 @@ class LawDrafter(TestDrafter):
         super().__init__(vocab_size)
         self.law = law
 
+    def each(
+        self, sequence: History, gamma: int, choose: Callable[[int, Tensor], tuple[int, Tensor]]
+    ) -> Draft:
+        """gamma tokens and the laws reported, as `choose` has them for each place and its law."""
+        tokens: list[int] = []
+        rows: list[Tensor] = []
+        for place in range(gamma):
+            law = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
+            token, row = choose(place, law)
+            tokens.append(token)
+            rows.append(row)
+        return Draft(tokens, torch.stack(rows))
+
 
 class HostileDrafter(LawDrafter):
     """Always the token that the target thinks least of, as a point mass."""
@@ -169,17 +182,14 @@ class PeekingDrafter(LawDrafter):
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
     ) -> Draft:
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        for i in range(gamma):
-            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
-            token = noise.draft(i, row)
-            if row[token] < 0.4:
-                token = sequence.tokens[0]
-                row = torch.zeros_like(row).index_fill_(0, torch.tensor(token), 1.0)
-            tokens.append(token)
-            rows.append(row)
-        return Draft(tokens, torch.stack(rows))
+        def peek(place: int, law: Tensor) -> tuple[int, Tensor]:
+            token = noise.draft(place, law)
+            if law[token] >= 0.4:
+                return token, law
+            copy = sequence.tokens[0]
+            return copy, torch.zeros_like(law).index_fill_(0, torch.tensor(copy), 1.0)
+
+        return self.each(sequence, gamma, peek)
 
 
 class SoftGreedyDrafter(LawDrafter):
@@ -188,10 +198,4 @@ class SoftGreedyDrafter(LawDrafter):
     def one(
         self, sequence: History, gamma: int, policy: SamplingPolicy, noise: RoundNoise
     ) -> Draft:
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        for _ in range(gamma):
-            row = self.law([*sequence.tokens, *tokens]).double().softmax(-1)
-            tokens.append(int(row.argmax()))
-            rows.append(row)
-        return Draft(tokens, torch.stack(rows))
+        return self.each(sequence, gamma, lambda _, law: (int(law.argmax()), law))

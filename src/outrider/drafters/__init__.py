@@ -18,10 +18,11 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Verdict
 
-__all__ = ["Drafter", "make_drafter", "names_model"]
+__all__ = ["LOOKUP_FIRST", "Drafter", "make_drafter", "names_model"]
 
 
-_LOOKUP_FIRST = "lookup+"
+LOOKUP_FIRST = "lookup+"
+"""Before a model's reference: copies where the text repeats itself, else that model."""
 
 
 class Drafter(Protocol):
@@ -71,7 +72,7 @@ class Drafter(Protocol):
 
 def names_model(reference: str) -> bool:
     """Whether a drafter's reference names a model, rather than a drafter that is none."""
-    return reference.removeprefix(_LOOKUP_FIRST) not in (
+    return reference.removeprefix(LOOKUP_FIRST) not in (
         "none",
         "lookup",
     ) and not reference.startswith("ngram:")
@@ -103,7 +104,7 @@ def make_drafter(
         from outrider.drafters.registry import shipped_drafter
 
         shipped = shipped_drafter(target)
-        reference = "lookup" if shipped is None else f"{_LOOKUP_FIRST}{shipped}"
+        reference = "lookup" if shipped is None else f"{LOOKUP_FIRST}{shipped}"
         # What a drafter's weights are rounded to moves its speed, never the law of the output.
         if shipped is not None and dtype == "auto" and target.engine == "openvino":
             dtype = "int8"
@@ -129,7 +130,7 @@ def make_drafter(
     from outrider.drafters.lookup_first import LookupFirst
     from outrider.drafters.model import ModelDrafter
 
-    name = reference.removeprefix(_LOOKUP_FIRST)
+    name = reference.removeprefix(LOOKUP_FIRST)
     model = load_model(name, engine=engine, dtype=dtype, device=device)
     check_same_tokenizer(target, model)
     drafter = ModelDrafter(model, target_vocab_size=target.vocab_size)

@@ -15,7 +15,7 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
 from outrider.verification import Draft, Verdict
 
-__all__ = ["Cursor", "LookupDrafter", "SuffixIndex"]
+__all__ = ["AHEAD", "Cursor", "LookupDrafter", "SuffixIndex"]
 
 
 class SuffixIndex:
@@ -147,7 +147,7 @@ class Cursor:
 
 
 _SURETY = {1: 0.2, 2: 0.5}  # by the length of the match
-_AHEAD = 8
+AHEAD = 8
 """Tokens whose sureties are told before they are drafted."""
 
 
@@ -184,7 +184,7 @@ class LookupDrafter:
             if cursor.length >= self._min_match:
                 surety = [_surety(cursor.length + i) for i in range(gamma)]
                 while (i := len(drawn)) < gamma and more(
-                    surety[:i], surety[i : i + _AHEAD], range(i)
+                    surety[:i], surety[i : i + AHEAD], range(i)
                 ):
                     drawn.append(cursor.following)
                     cursor.advance(drawn[-1])

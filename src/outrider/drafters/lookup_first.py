@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.draft_length import GoOn, always
-from outrider.drafters.lookup import Cursor, LookupDrafter
+from outrider.draft_length import GoOn, Share, always
+from outrider.drafters import LOOKUP_FIRST
+from outrider.drafters.lookup import AHEAD, Cursor, LookupDrafter
 from outrider.drafters.model import Drawing, ModelDrafter
 from outrider.models import Model
 from outrider.randomness import RoundNoise
@@ -33,9 +34,6 @@ _LENGTHS = (3, 4, 6, 9)
 _GUESSES = (0.5, 0.5, 0.65, 0.75, 0.85)
 _DRAWN_GUESS = 0.4
 _GUESS_WEIGHT = 12.0
-_MEMORY = 0.98
-_AHEAD = 8
-"""Copies whose chances are told before they are drafted."""
 _DRAWN = -1
 
 
@@ -44,19 +42,17 @@ class _Chances:
 
     def __init__(self) -> None:
         guesses = (*_GUESSES, _DRAWN_GUESS)  # the model's is the last one, at place -1
-        self._trials = [_GUESS_WEIGHT] * len(guesses)
-        self._successes = [_GUESS_WEIGHT * guess for guess in guesses]
+        self._shares = [Share(_GUESS_WEIGHT * guess, _GUESS_WEIGHT) for guess in guesses]
         self.sources: list[int] = []
         """Of the last draft's tokens."""
 
     def of(self, source: int) -> float:
-        return self._successes[source] / self._trials[source]
+        return self._shares[source].successes / self._shares[source].trials
 
     def observe(self, accepted: int) -> None:
         """Count what was examined of the last draft."""
         for place, source in enumerate(self.sources[: accepted + 1]):
-            self._trials[source] = _MEMORY * self._trials[source] + 1.0
-            self._successes[source] = _MEMORY * self._successes[source] + (place < accepted)
+            self._shares[source].add(place < accepted)
         self.sources = []
 
 
@@ -85,7 +81,7 @@ class _Drafting:
             return False
         upcoming: list[float] = []
         if self.copies():
-            num_ahead = min(_AHEAD, limit - len(self.tokens))
+            num_ahead = min(AHEAD, limit - len(self.tokens))
             upcoming = [self._chances.of(_kind(self._cursor.length + i)) for i in range(num_ahead)]
         return more(self._sureties, upcoming, self._copied)
 
@@ -132,7 +128,7 @@ class LookupFirst:
         self._min_match = min_match
         self._model_drafter = model_drafter
         self._chances: dict[History, _Chances] = {}
-        self.name = f"lookup+{model_drafter.name}"
+        self.name = f"{LOOKUP_FIRST}{model_drafter.name}"
 
     @property
     def model(self) -> Model:

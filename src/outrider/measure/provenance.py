@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import outrider
-from outrider.drafters import Drafter
+from outrider.drafters import LOOKUP_FIRST, Drafter
 
 __all__ = ["processor_name", "proposed_by", "provenance", "revision", "source_digest"]
 
@@ -46,10 +46,10 @@ def provenance(arguments: Mapping[str, object], **facts: object) -> dict[str, ob
 
 def proposed_by(drafters: Mapping[str, Drafter | None]) -> dict[str, str]:
     """Of every drafter by what it was called, what proposed: says what "auto" was."""
-    first = "lookup+"
     names = {called: drafter.name if drafter else "none" for called, drafter in drafters.items()}
     return {
-        called: first * name.startswith(first) + Path(name.removeprefix(first)).name
+        called: LOOKUP_FIRST * name.startswith(LOOKUP_FIRST)
+        + Path(name.removeprefix(LOOKUP_FIRST)).name
         for called, name in names.items()
     }
 

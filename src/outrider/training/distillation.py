@@ -208,8 +208,7 @@ def distil(
         raise UsageError(f"{target.name} has no tokenizer, so it cannot write text to learn from")
     # What cannot be is refused before hours of text, not behind them.
     choose_vocabulary(torch.zeros(target.vocab_size), plan.vocab_size, _special_ids(target))
-    if plan.begin_as:
-        earlier_student(Path(plan.begin_as), target)
+    earlier = earlier_student(Path(plan.begin_as), target) if plan.begin_as else None
     prompts = _encoded(target, plan)
     others = [written_text(Path(other), target) for other in plan.also_from]
     seeds = {plan.seed: "this run"}
@@ -234,8 +233,8 @@ def distil(
         )
     text = [(shards[num_held_out:], plan.policies)]
     text += [(list(other.shards()), other.policies) for other in others]
-    if plan.begin_as:
-        student, vocabulary = earlier_student(Path(plan.begin_as), target)
+    if earlier is not None:
+        student, vocabulary = earlier
     else:
         model = module()
         learnt = [shard for some, _ in text for shard in some]
