@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -568,6 +568,41 @@ def test_temperature_zero_is_a_one_hot_row_whatever_the_filters() -> None:
     policy = SamplingPolicy(top_k=2, top_p=0.9, min_p=0.1, typical_p=0.5)
     assert policy.is_greedy
     assert policy.probs(FOUR, History([0])).tolist() == [[1, 0, 0, 0]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(policy=policies(), situation=situations(), single=st.booleans(), ties=st.booleans())
+def test_choices_are_where_greedy_rows_have_their_ones(
+    policy: SamplingPolicy,
+    situation: tuple[Tensor, list[int], list[int]],
+    single: bool,
+    ties: bool,
+) -> None:
+    logits, output, drafted = situation
+    logits = logits.float() if single else logits
+    logits = logits.round() if ties else logits
+    policy, history = replace(policy, temperature=0.0), history_of([4, 0], output, frozenset({5}))
+    choices = policy.choices(logits, history, drafted)
+    law = policy.probs(logits, history, drafted)
+    assert choices == [row.index(1.0) for row in law.tolist()]
+
+
+def test_choices_of_a_policy_that_draws_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        SamplingPolicy(temperature=0.5).choices(FOUR, History([0]))
+
+
+@pytest.mark.parametrize("policy", [SamplingPolicy(), SamplingPolicy(banned_tokens=(0, 1, 2, 3))])
+def test_choices_raise_what_rows_raise(policy: SamplingPolicy) -> None:
+    logits = torch.cat([FOUR, FOUR])
+    if not policy.banned_tokens:
+        logits[1, 2] = math.nan
+    errors = []
+    for ask in (policy.choices, policy.probs):
+        with pytest.raises((NumericalError, UsageError)) as error:
+            ask(logits, History([0]), [1])
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -264,7 +264,8 @@ def test_passes_over_parts_of_a_prompt_are_counted_apart() -> None:
 
 def test_no_round_reads_more_prompt_tokens_than_it_may() -> None:
     model = target()
-    requests = [Request(text(10 + 17 * i, seed=i), max_new_tokens=4, gamma=0) for i in range(6)]
+    prompts = [[i, *text(9 + 17 * i, seed=i)] for i in range(6)]  # no two of them begin alike
+    requests = [Request(prompt, max_new_tokens=4, gamma=0) for prompt in prompts]
     run(Engine(model, prefill_chunk=16), requests)
     assert max(sum(tokens for tokens in feeds if tokens > 1) for feeds in model.passes) == 16
     # and what is left over by one prompt goes to the next
@@ -368,6 +369,26 @@ def test_many_that_wait_do_not_hold_up_others_and_keep_their_place() -> None:
         order += [number for number in tokens if tokens[number] and number not in order]
     # Two of the others come in beside the first; then those that have waited are served.
     assert order == [ids[0], *ids[6:8], *ids[1:6], *ids[8:]]
+
+
+@pytest.mark.parametrize("length", [20, 31])
+def test_a_short_beginning_is_taken_over_by_those_whose_turn_comes_later(length: int) -> None:
+    shared = text(length)
+    requests = [Request([*shared, i, *text(29, seed=i)], max_new_tokens=5) for i in range(1, 7)]
+    model = target()
+    results = run(Engine(model, prefill_chunk=2 * (length + 30)), requests)
+    # The first two are read together; the other four take the beginning from them.
+    assert fed(model) == 6 * (length + 30 + 4) - 4 * length
+    assert [result.token_ids for result in results] == [plain(request) for request in requests]
+    model.assert_empty()
+
+
+def test_nobody_takes_over_a_beginning_from_a_model_that_does_not_share() -> None:
+    requests = [Request([*text(20), i, *text(29, seed=i)], max_new_tokens=5) for i in range(1, 5)]
+    model = target()
+    model.shares_prefixes = False
+    run(Engine(model, prefill_chunk=100), requests)
+    assert len(model.opened) == 4
 
 
 def test_nobody_waits_for_a_beginning_that_is_short_or_already_read_or_not_shared() -> None:

@@ -34,7 +34,7 @@ from outrider.requests import (
 )
 from outrider.sampling import History, single_threaded
 from outrider.text import TextBuilder
-from outrider.verification import Draft, Verdict, rule
+from outrider.verification import Draft, Verdict, greedy, rule
 
 __all__ = ["Engine"]
 
@@ -53,6 +53,7 @@ class _Active:
         self.eos_ids = frozenset() if request.ignore_eos else target.eos_ids
         self.history = History(request.prompt, self.eos_ids | request.stop_ids)
         self.sequence: CachedSequence = target.start(Prompt(self.history.tokens))
+        self.passed_over = False  # in a round before this one, with nothing cached
         self.seed = fresh_seed() if request.seed is None else request.seed
         self.noise = Noise(self.seed, coupled=request.rule == "coupled")
         self.rule = rule(request.rule)
@@ -96,7 +97,9 @@ class _Active:
         return Feed(self.sequence, self.history.tokens[first : first + num_tokens], 1)
 
     def restart(self, target: Model) -> None:
-        """Begin again with an empty cache; the next rounds feed the whole history."""
+        """Begin again with what others have cached of the history; rounds feed the rest."""
+        self.passed_over = False
+        self.sequence.close()
         self.sequence = target.start(Prompt(self.history.tokens))
 
     def commit(self, token: int) -> FinishReason | None:
@@ -311,12 +314,15 @@ class Engine:
     def _share_out(self, items: Sequence[_Active]) -> tuple[dict[_Active, Feed], list[_Active]]:
         """Who only reads a part of its prompt in this round, and who drafts and emits.
 
-        Prompts get `prefill_chunk` tokens in all, first come, first served; who gets none waits.
+        Prompts get `prefill_chunk` tokens in all, first come, first served; who gets none waits,
+        and takes over what others have cached of its beginning by the time it is its turn.
         """
         reading: dict[_Active, Feed] = {}
         ready: list[_Active] = []
         left = self._prefill_chunk
         for item in items:
+            if left and item.passed_over:
+                item.restart(self.target)
             unseen = len(item.history) - item.sequence.length
             if unseen == 1 or unseen <= left:
                 ready.append(item)
@@ -324,6 +330,8 @@ class Engine:
             elif left:
                 reading[item] = item.part(left)
                 left = 0
+            elif self.target.shares_prefixes and not item.sequence.length:
+                item.passed_over = True
         return reading, ready
 
     def _score(
@@ -417,9 +425,14 @@ class Engine:
         times: RoundTimes,
     ) -> tuple[Event, Verdict | None]:
         """Verify a request's draft and commit what stands; no verdict if the request has ended."""
+        policy = item.request.policy
         try:
-            p = item.request.policy.probs(logits, item.history, draft.tokens)
-            verdict = item.rule(p, draft, noise)
+            p = None
+            if policy.is_greedy and item.logprobs is None:
+                verdict = greedy(policy.choices(logits, item.history, draft.tokens), draft)
+            else:
+                p = policy.probs(logits, item.history, draft.tokens)
+                verdict = item.rule(p, draft, noise)
         except OutriderError as error:
             return Event(item.id, item.text.finish(), [], self._leave(item, "error", error)), None
 
@@ -435,7 +448,7 @@ class Engine:
         times = times._replace(end_s=time.perf_counter() - item.started)
         row = Round(tuple(draft.tokens), verdict.accepted, tuple(emitted), times, draft.steps)
         item.trace.append(row)
-        if item.logprobs is not None:
+        if item.logprobs is not None and p is not None:
             num_top = item.request.logprobs or 0
             item.logprobs.extend(_logprobs(p, logits, emitted, num_top))
         if reason is None:

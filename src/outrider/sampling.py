@@ -166,28 +166,51 @@ class SamplingPolicy:
             NumericalError: a row with NaN, +infinity, or nothing but -infinity.
             NothingToDraw: the policy leaves a row without any token.
         """
-        assert 0 < len(logits) <= len(drafted) + 1, (len(logits), len(drafted))
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        processed = self._process(scores, history, drafted)
-        whose = "the model's logits"
-        if processed is not scores:
-            _check_peaks(scores.amax(-1).tolist(), whose)
-            whose = "the processed logits"
-            if -math.inf in processed.amax(-1).tolist():
-                raise NothingToDraw(
-                    "the sampling settings leave no token to draw: every one is banned; "
-                    "allow at least one token at each position"
-                )
+        scores, whose = self._processed(logits, history, drafted)
         if self.is_greedy:
-            return _one_hot(processed, whose)
-        peak = processed.amax(-1)
+            return _one_hot(scores, whose)
+        peak = scores.amax(-1)
         _check_peaks(peak.tolist(), whose)
-        scores = processed
         if self.temperature != 1:
             # Subtracting the peak first keeps a tiny temperature from overflowing.
             # Beyond these bounds float32 has no finite quotient, and the law is at its limit.
             scores = (scores - peak[:, None]).div_(min(max(self.temperature, 1e-30), 1e30))
         return self._filter(scores.softmax(-1))
+
+    def choices(self, logits: Tensor, history: History, drafted: Sequence[int] = ()) -> list[int]:
+        """The token of each of n neighbouring positions under a greedy policy, without its rows.
+
+        Where `probs` has its ones, and the same errors; a row of V zeros costs more to write and to
+        read than the choice itself.
+
+        Args:
+            logits: [n, V], as for `probs`.
+            history: the request's tokens.
+            drafted: tokens drafted after them.
+
+        Returns:
+            n ids.
+        """
+        assert self.is_greedy, self
+        return _best(*self._processed(logits, history, drafted))
+
+    def _processed(
+        self, logits: Tensor, history: History, drafted: Sequence[int]
+    ) -> tuple[Tensor, str]:
+        """Logits after all but temperature and filters, and what to call them in an error."""
+        assert 0 < len(logits) <= len(drafted) + 1, (len(logits), len(drafted))
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        processed = self._process(scores, history, drafted)
+        whose = "the model's logits"
+        if processed is scores:
+            return scores, whose
+        _check_peaks(scores.amax(-1).tolist(), whose)
+        if -math.inf in processed.amax(-1).tolist():
+            raise NothingToDraw(
+                "the sampling settings leave no token to draw: every one is banned; "
+                "allow at least one token at each position"
+            )
+        return processed, "the processed logits"
 
     def _process(self, scores: Tensor, history: History, drafted: Sequence[int]) -> Tensor:
         """Logits after biases, penalties, bans and processors; `scores` itself if none apply."""
@@ -325,19 +348,26 @@ def _penalise_repetition(row: Tensor, ids: np.ndarray, penalty: float) -> None:
     row[where] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _one_hot(scores: Tensor, whose: str) -> Tensor:
-    # The first of equal values is taken, and NaN before any number: the value found tells of every
-    # fault in the row.
+def _best(scores: Tensor, whose: str) -> list[int]:
+    """The first of the largest values of each row of `scores` [n, V]; refuses rows without one."""
+    # NaN comes before any number, so the value found tells of every fault in the row.
     if scores.device.type != "cpu":
         best = scores.argmax(-1, keepdim=True)
         _check_peaks(scores.gather(1, best)[:, 0].tolist(), whose)
-        return torch.zeros_like(scores).scatter_(1, best, 1.0)
-    # numpy's argmax is ten times as fast as torch's, and its zeros are pages never written to.
-    array = scores.numpy()
-    rows, found = np.arange(len(array)), array.argmax(-1)
-    _check_peaks(array[rows, found].tolist(), whose)
-    hot = np.zeros_like(array)
-    hot[rows, found] = 1.0
+        return [int(token) for token in best[:, 0].tolist()]
+    array = scores.numpy()  # its argmax is ten times as fast as torch's
+    found = array.argmax(-1)
+    _check_peaks(array[np.arange(len(array)), found].tolist(), whose)
+    return [int(token) for token in found]
+
+
+def _one_hot(scores: Tensor, whose: str) -> Tensor:
+    best = _best(scores, whose)
+    if scores.device.type != "cpu":
+        where = torch.tensor(best, device=scores.device)[:, None]
+        return torch.zeros_like(scores).scatter_(1, where, 1.0)
+    hot = np.zeros_like(scores.numpy())  # pages never written to
+    hot[np.arange(len(best)), best] = 1.0
     return torch.from_numpy(hot)
 
 

@@ -10,7 +10,8 @@ drafted token was really drawn from.
 * `coupled`: drafter and target share Gumbel noise (Daliri, Musco & Suresh, 2408.07978); the
   target's own draw is emitted, so the text is that of plain decoding, token for token.
 
-Greedy decoding needs no rule of its own: its rows are one-hot.
+Greedy decoding has no rule of its own. Its rows are one-hot, and of such rows all rules say the
+same: `greedy` says it without the rows.
 
 Letters: gamma drafted tokens, V vocabulary size. Row i of p is the target's law for the token at
 offset i, given the draft's first i tokens; row gamma is the law of the bonus token.
@@ -18,7 +19,7 @@ offset i, given the draft's first i tokens; row gamma is the law of the bonus to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "Verdict",
     "block",
     "coupled",
+    "greedy",
     "rejection",
     "rule",
 ]
@@ -135,7 +137,7 @@ def block(p: Tensor, draft: Draft, noise: RuleNoise) -> Verdict:
         if weights[i] == 0:
             continue
         mass = _residual_mass(p[i], draft, i, weights[i], drafted[i])
-        if noise.accepts(i - 1, mass, mass + 1 - weights[i]):
+        if noise.accepts(i - 1, mass, mass + (1 - weights[i])):  # exactly 1 where w is
             return Verdict(i, noise.residual(i, _residual(p[i], draft, i, weights[i])))
     return Verdict(0, noise.residual(0, _residual(p[0], draft, 0)))
 
@@ -160,6 +162,25 @@ def coupled(p: Tensor, draft: Draft, noise: RuleNoise) -> Verdict:
             return Verdict(i, token)
     gamma = len(draft.tokens)
     return Verdict(gamma, noise.token(gamma, p[gamma]))
+
+
+def greedy(choices: Sequence[int], draft: Draft) -> Verdict:
+    """The verdict of every rule where all rows of p are one-hot.
+
+    Token i has p = 1 if it is the one chosen, and is kept whatever q was; else p = 0, it is refused
+    and only the chosen one is left of the residual. No noise has a part in it.
+
+    Example:
+        draft [7, 4], choices [7, 5, 9]: `Verdict(accepted=1, token=5)`.
+
+    Args:
+        choices: gamma + 1 ids, where the rows of p have their ones.
+        draft: gamma tokens; q is not used.
+    """
+    accepted = 0
+    while accepted < len(draft.tokens) and draft.tokens[accepted] == choices[accepted]:
+        accepted += 1
+    return Verdict(accepted, choices[accepted])
 
 
 RULES: dict[str, Rule] = {"rejection": rejection, "block": block, "coupled": coupled}

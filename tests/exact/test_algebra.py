@@ -12,7 +12,16 @@ from torch import Tensor
 from exact.controls import WRONG_RULES
 from exact.exhaustive import ExhaustiveNoise, race_joint, walks
 from outrider.theory import beta
-from outrider.verification import RULES, Draft, Rule, Verdict, block, coupled, rejection
+from outrider.verification import (
+    RULES,
+    Draft,
+    Rule,
+    Verdict,
+    block,
+    coupled,
+    greedy,
+    rejection,
+)
 
 
 @st.composite
@@ -164,6 +173,48 @@ def test_coupled_emits_the_targets_own_draw(p: Tensor, q: Tensor) -> None:
     for token, walk in walks(run):
         law[token] += walk.weight  # type: ignore[call-overload]
     assert float((law - p).abs().max()) < 1e-13
+
+
+def greedy_differs(
+    rule: Rule, choices: list[int], drawing: Tensor | None, tokens: list[int]
+) -> bool:
+    """Whether `rule` on one-hot rows says, for any noise, something else than `greedy`."""
+    p = torch.eye(5, dtype=torch.float64)[choices]
+    gamma = len(choices) - 1
+    drafts = set()
+
+    def run(walk: object) -> tuple[Verdict, Verdict]:
+        noise = ExhaustiveNoise(walk, 0)  # type: ignore[arg-type]
+        drawn = (
+            [noise.draft(i, drawing[i]) for i in range(gamma)] if drawing is not None else tokens
+        )
+        drafts.add(tuple(drawn))
+        draft = Draft(drawn, drawing)
+        return rule(p, draft, noise), greedy(choices, draft)
+
+    return any(one != other for (one, other), walk in walks(run) if walk.weight > 0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", list(RULES))
+@settings(max_examples=60, deadline=None)
+@given(
+    choices=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    q=st.lists(laws(), min_size=2, max_size=2) | st.none(),
+    tokens=st.lists(st.integers(0, 4), min_size=2, max_size=2),
+    agrees=st.integers(0, 2),
+)
+def test_all_rules_say_the_same_of_one_hot_rows(
+    name: str, choices: list[int], q: list[Tensor] | None, tokens: list[int], agrees: int
+) -> None:
+    drawing = None if q is None else torch.stack(q)
+    tokens = [*choices[:agrees], *tokens[agrees:]]
+    assert not greedy_differs(RULES[name], choices, drawing, tokens)
+
+
+@pytest.mark.parametrize("name", ["accept all", "target row off by one", "bonus from q"])
+def test_a_wrong_rule_says_something_else_of_one_hot_rows(name: str) -> None:
+    q = torch.tensor([[0.5, 0.5, 0, 0, 0], [0, 0.5, 0.5, 0, 0]], dtype=torch.float64)
+    assert greedy_differs(WRONG_RULES[name], [0, 1, 2], q, [])
 
 
 def test_verifying_leaves_the_laws_untouched() -> None:

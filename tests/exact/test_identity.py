@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from outrider.models.toy import ToyModel, hashed_law, mixed_law
 from outrider.models.trimmed import TrimmedModel, Vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
+from outrider.verification import Draft, Verdict, greedy
 
 SIZE = 40
 EOS = frozenset({0})
@@ -220,10 +222,41 @@ def test_a_target_that_drafts_for_itself_is_always_accepted(rule: str, temperatu
     "name", ["accept all", "target row off by one", "bonus from q", "swapped ratio"]
 )
 def test_a_wrong_rule_changes_greedy_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule is asked for greedy text only where the rows are wanted as well."""
     monkeypatch.setitem(verification.RULES, "wrong", WRONG_RULES[name])
-    request = Request(PROMPT, max_new_tokens=40, gamma=4, rule="wrong", ignore_eos=True)
+    request = Request(PROMPT, max_new_tokens=40, gamma=4, rule="wrong", logprobs=0, ignore_eos=True)
     [result] = Engine(target(), model_drafter()).generate([request])
     assert result.token_ids != plain(request).token_ids
+
+
+WRONG_GREEDY: dict[str, Callable[[list[int], Draft], Verdict]] = {
+    "accept all": lambda choices, draft: Verdict(len(draft.tokens), choices[-1]),
+    "choices off by one": lambda choices, draft: greedy([*choices[1:], choices[-1]], draft),
+    "next token from the last row": lambda choices, draft: Verdict(
+        greedy(choices, draft).accepted, choices[-1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GREEDY)
+def test_a_wrong_greedy_verdict_changes_greedy_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "greedy", WRONG_GREEDY[name])
+    request = Request(PROMPT, max_new_tokens=40, gamma=4, ignore_eos=True)
+    [result] = Engine(target(), model_drafter()).generate([request])
+    assert result.token_ids != plain(request).token_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_asking_for_logprobs_does_not_change_greedy_text(drafter: str) -> None:
+    request = Request(PROMPT, max_new_tokens=40, seed=3, ignore_eos=True)
+    results = [
+        Engine(target(), DRAFTERS[drafter]()).generate([replace(request, logprobs=logprobs)])[0]
+        for logprobs in (None, 0)
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].trace == results[1].trace
 
 
 def test_a_soft_q_for_a_greedy_draft_is_harmless_only_for_greedy_targets() -> None:

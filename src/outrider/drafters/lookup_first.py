@@ -14,13 +14,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from outrider.draft_length import GoOn, Share, always
 from outrider.drafters import LOOKUP_FIRST
 from outrider.drafters.lookup import AHEAD, Cursor, LookupDrafter
-from outrider.drafters.model import Drawing, ModelDrafter
+from outrider.drafters.model import Drawing, ModelDrafter, stacked
 from outrider.models import Model
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy
@@ -91,7 +90,7 @@ class _Drafting:
         self._copied.add(len(self.tokens))
         self._add(self._cursor.following, None, self._chances.of(source), source)
 
-    def put(self, token: int, law: Tensor, surety: float) -> None:
+    def put(self, token: int, law: Tensor | None, surety: float) -> None:
         """Put a drawn token into the draft."""
         self._add(token, law, surety, _DRAWN)
 
@@ -103,16 +102,8 @@ class _Drafting:
         self._cursor.advance(token)
 
     def draft(self) -> Draft:
-        drawn = [law for law in self.laws if law is not None]
-        if not drawn:
-            return Draft(self.tokens)
-        rows = [
-            torch.zeros_like(drawn[0]).index_fill_(0, torch.tensor(token), 1.0)
-            if law is None
-            else law
-            for token, law in zip(self.tokens, self.laws, strict=True)
-        ]
-        return Draft(self.tokens, torch.stack(rows), len(drawn))
+        num_drawn = len(self.tokens) - len(self._copied)
+        return Draft(self.tokens, stacked(self.tokens, self.laws), num_drawn)
 
 
 class LookupFirst:
@@ -165,10 +156,7 @@ class LookupFirst:
             for i, found in drawn.items():
                 drafting[i].put(*found)
             active = list(drawn)
-        return [
-            Draft(draft.tokens, None, draft.steps) if policy.is_greedy else draft
-            for policy, draft in zip(policies, (item.draft() for item in drafting), strict=True)
-        ]
+        return [item.draft() for item in drafting]
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
         """Learn which of the two was right."""

@@ -17,7 +17,7 @@ from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
 
-__all__ = ["Drawing", "Drawn", "ModelDrafter", "widened"]
+__all__ = ["Drawing", "Drawn", "ModelDrafter", "stacked", "widened"]
 
 _LOG = logging.getLogger("outrider")
 
@@ -43,13 +43,13 @@ class Drawn(NamedTuple):
 
     Attributes:
         token: its id.
-        law: [V], what it was drawn from.
+        law: [V], what it was drawn from; None for the point mass of a greedy policy.
         surety: the model's probability of it; under a greedy policy before it was made a point
             mass, which says nothing of how close the choice was.
     """
 
     token: int
-    law: Tensor
+    law: Tensor | None
     surety: float
 
 
@@ -85,7 +85,7 @@ class ModelDrafter:
         """Drafts drawn token by token, all sequences advancing together in one pass per token."""
         asked = go_on or [always] * len(sequences)
         tokens: list[list[int]] = [[] for _ in sequences]
-        laws: list[list[Tensor]] = [[] for _ in sequences]
+        laws: list[list[Tensor | None]] = [[] for _ in sequences]
         surety: list[list[float]] = [[] for _ in sequences]
         active = list(range(len(sequences)))
         while active:
@@ -99,8 +99,8 @@ class ModelDrafter:
                 laws[i].append(item.law)
                 surety[i].append(item.surety)
         return [
-            Draft(drawn, None if policy.is_greedy or not drawn else torch.stack(rows), len(drawn))
-            for drawn, rows, policy in zip(tokens, laws, policies, strict=True)
+            Draft(drawn, stacked(drawn, rows), len(drawn))
+            for drawn, rows in zip(tokens, laws, strict=True)
         ]
 
     def draw(self, drawings: dict[int, Drawing]) -> dict[int, Drawn]:
@@ -121,16 +121,19 @@ class ModelDrafter:
                     continue
                 row = widened(logits[i], self._target_vocab_size)
                 try:
-                    law = policy.probs(row, sequence, drafted)[0]
+                    if policy.is_greedy:
+                        law = None
+                        [token] = policy.choices(row, sequence, drafted)
+                        sure = row[0].softmax(-1)
+                    else:
+                        sure = law = policy.probs(row, sequence, drafted)[0]
+                        token = noise.draft(len(drafted), law)
                 except NothingToDraw:  # what the policy allows, this vocabulary does not have
                     continue
                 except NumericalError as error:
                     # A sick drafter must not cost the target its requests.
                     _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
                     continue
-                greedy = policy.is_greedy
-                token = int(law.argmax()) if greedy else noise.draft(len(drafted), law)
-                sure = row[0].softmax(-1) if greedy else law
                 drawn[i] = Drawn(token, law, float(sure[token]))
         return drawn
 
@@ -200,6 +203,19 @@ class ModelDrafter:
             return False
         self._foreign[sequence] = len(sequence)
         return True
+
+
+def stacked(tokens: Sequence[int], laws: Sequence[Tensor | None]) -> Tensor | None:
+    """q [gamma, V] from each token's law, None for a point mass; None if all of them are."""
+    drawn = next((law for law in laws if law is not None), None)
+    if drawn is None:
+        return None
+    return torch.stack(
+        [
+            torch.zeros_like(drawn).index_fill_(0, torch.tensor(token), 1.0) if law is None else law
+            for token, law in zip(tokens, laws, strict=True)
+        ]
+    )
 
 
 def widened(logits: Tensor, vocab_size: int) -> Tensor:
