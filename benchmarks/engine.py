@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=8, help="plain steps beside reads, per turn")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=Request([0]).max_new_tokens)
     parser.add_argument("--skip", nargs="*", default=[], choices=["transformers", "batch"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

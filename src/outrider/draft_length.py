@@ -13,9 +13,8 @@ that the first j drafted tokens of this round are all accepted, draft token k if
 
 * cost(j): a round with j drafted tokens, from the costs measured on this machine: a target pass
   over j + 1 positions, with what the request's cached tokens add to it, and, but for copies, j
-  drafter steps. In a batch, a request's share of the passes over all; and for a draft half of what
-  a pass of another width than the last costs more, since all would pay for the width that one of
-  them changes.
+  drafter steps. In a batch, a request's share of the passes over all; and for a draft what a pass
+  of another width than the last costs more, since all pay for the width that one of them changes.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
@@ -51,7 +50,6 @@ _GUESS_WEIGHT = 6.0
 _MEMORY = 0.98
 _FADE = 0.98
 _FIRST_PROBE, _LAST_PROBE = 16, 128
-_CHANGE_CHARGED = 0.5
 
 
 class GoOn(Protocol):
@@ -334,6 +332,6 @@ class Adaptive:
         """
         n = self._num_requests
         step = self._costs.drafter_ms * self._costs.verify_cost(n) if steps else 0.0
-        change = self._costs.change_ms * _CHANGE_CHARGED if length and n > 1 else 0.0
+        change = self._costs.change_ms if length and n > 1 else 0.0
         passes = self._costs.target(n * (length + 1)) + steps * step
         return passes / n + change + self._context_ms
