@@ -181,14 +181,12 @@ def greedy_differs(
     """Whether `rule` on one-hot rows says, for any noise, something else than `greedy`."""
     p = torch.eye(5, dtype=torch.float64)[choices]
     gamma = len(choices) - 1
-    drafts = set()
 
     def run(walk: object) -> tuple[Verdict, Verdict]:
         noise = ExhaustiveNoise(walk, 0)  # type: ignore[arg-type]
         drawn = (
             [noise.draft(i, drawing[i]) for i in range(gamma)] if drawing is not None else tokens
         )
-        drafts.add(tuple(drawn))
         draft = Draft(drawn, drawing)
         return rule(p, draft, noise), greedy(choices, draft)
 
