@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.errors import UsageError
+from outrider.training import learning
 from outrider.training.conversations import Part
 from outrider.training.learning import (
     Lesson,
@@ -19,6 +21,7 @@ from outrider.training.learning import (
     lessons,
     train,
 )
+from outrider.training.losses import LOSSES
 from outrider.training.shards import Shard
 from outrider.training.student import (
     StudentShape,
@@ -229,6 +232,26 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[2] == pytest.approx(1.0)
     assert rates[3] == pytest.approx(0.55, abs=0.03)
     assert rates[4] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_products_have_the_devices_precision_and_weights_and_loss_float32(
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "choose_dtype", lambda *_: precision)
+    model, seen = student(), set()
+    model.lm_head.register_forward_hook(lambda _, __, logits: seen.add(logits.dtype))
+
+    def loss(log_q: Tensor, *laws: Tensor) -> Tensor:
+        seen.add(("loss", log_q.dtype))
+        return nla(log_q, *laws)
+
+    nla = LOSSES["nla"]
+    monkeypatch.setitem(LOSSES, "nla", loss)
+    train(model, some_lessons(8), some_lessons(2, 1), Recipe(epochs=1, batch_tokens=100))
+    # Judged in float32 always.
+    assert seen == {precision, torch.float32, ("loss", torch.float32)}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_a_time_limit_ends_the_training() -> None:

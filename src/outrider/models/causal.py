@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.masking_utils import causal_mask_function
 
-from outrider.errors import UnsupportedModel, UsageError
+from outrider.errors import UnsupportedModel
 from outrider.models import CachedSequence, Dtype, Feed, Prompt
 from outrider.models.architecture import (
     context_length,
@@ -48,6 +48,7 @@ from outrider.models.checkpoints import (
     load_tokenizer,
     load_weights,
 )
+from outrider.models.devices import choose_device, choose_dtype, synchronise
 from outrider.models.probe import plain_logits, probe, probe_ids
 from outrider.text import Tokenizer
 
@@ -351,7 +352,7 @@ class CausalModel:
             assert isinstance(sequence, CausalSequence)
             sequence.advance(len(tokens))
         if self.device.type != "cpu":
-            _synchronise(self.device)
+            synchronise(self.device)
         return rows
 
     def _forward(self, feeds: Sequence[Feed]) -> Tensor:
@@ -428,44 +429,10 @@ class CausalModel:
         return 1e-3 if self._module.dtype == torch.float32 else 1e-1
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def _choose_device(device: str) -> torch.device:
-    if device != "auto":
-        try:
-            chosen = torch.device(device)
-            torch.empty(1, device=chosen)
-        except (RuntimeError, AssertionError) as error:
-            raise UsageError(f"device {device!r} is not available here") from error
-        return chosen
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
-def _choose_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    if dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    if device.type == "mps":
-        return torch.bfloat16
-    # Without instructions for it, bfloat16 on a CPU is emulated and several times slower.
-    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if computes else torch.float32
-
-
 def load_causal(reference: str, *, dtype: Dtype = "auto", device: str = "auto") -> CausalModel:
     """The causal model a reference names; see `models.load_model`."""
-    place = _choose_device(device)
-    precision = _choose_dtype(dtype, place)
+    place = choose_device(device)
+    precision = choose_dtype(dtype, place)
     checkpoint = find_checkpoint(reference, precision)
     config = load_config(checkpoint)
     refuse_unsupported(config, reference)

@@ -3,6 +3,9 @@
 Every step reads some whole conversations and compares the student's law with the target's at all
 tokens that the target drew, on the K ids that were kept and the rest (`losses`). The learning rate
 warms up and then falls along a cosine to a tenth. Progress is told in alpha on answers held out.
+
+Where the device computes in bfloat16, matrix products of a step do; weights, their gradients and
+the loss are float32 everywhere.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.errors import UsageError
 from outrider.models.cache import written_whole
+from outrider.models.devices import choose_dtype
 from outrider.training.conversations import Part
 from outrider.training.losses import LOSSES, acceptance, on_kept_ids
 from outrider.training.shards import Shard
@@ -214,7 +218,9 @@ def train(
         for group in optimiser.param_groups:
             group["lr"] = recipe.rate * _rate_at(progress)
         batch = [taught[index] for index in batches[step]]
-        loss = _loss(student, batch, loss_of)
+        with _products(student.device):
+            logits, top_ids, probs = _read(student, batch)
+        loss = _loss(logits.float(), top_ids, probs, loss_of)
         optimiser.zero_grad(set_to_none=True)
         if not math.isfinite(float(loss.detach())):
             raise UsageError(
@@ -270,12 +276,18 @@ def _mean(values: Tensor, chosen: Tensor) -> float:
     return float((values[chosen] if chosen.any() else values).mean())
 
 
+def _products(device: torch.device) -> torch.autocast:
+    """Matrix products in the precision that the device is fastest in."""
+    precision = choose_dtype("auto", device)
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision is torch.bfloat16)
+
+
 def _loss(
-    student: LlamaForCausalLM,
-    batch: Sequence[Lesson],
+    logits: Tensor,
+    top_ids: Tensor,
+    probs: Tensor,
     loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    logits, top_ids, probs = _read(student, batch)
     log_q, log_rest = on_kept_ids(logits, top_ids)
     rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
     return loss_of(log_q, log_rest, probs, rest).mean()
