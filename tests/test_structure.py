@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "randomness", "theory", "text"},
     {"sampling", "verification"},
     {"models"},
-    {"costs", "drafters", "draft_length"},
+    {"costs", "drafters", "draft_length", "pass_width"},
     {"requests", "decoding"},
     {"pair"},
     {"measure", "audit", "training"},

@@ -8,6 +8,7 @@ servers are callers of `step`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from outrider.draft_length import draft_length
 from outrider.drafters import Drafter
 from outrider.errors import CacheFull, GenerationError, OutriderError, UsageError
 from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.pass_width import PassWidth
 from outrider.randomness import Noise, RoundNoise, fresh_seed
 from outrider.requests import (
     Event,
@@ -157,6 +159,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.costs = costs or _usual_costs(drafter)
+        self._pass_width = PassWidth(self.costs)
         self._max_batch = max_batch
         self._prefill_chunk = prefill_chunk
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -350,7 +353,7 @@ class Engine:
         feeds = {item: item.feed(draft) for item, draft in drafts.items()} | reading
         while feeds:
             try:
-                return self.target.score(list(feeds.values())), []
+                return self._pass(list(feeds.values())), []
             except CacheFull as error:
                 latest = max(feeds, key=lambda item: item.id)
                 if len(self._active) > 1:
@@ -367,6 +370,22 @@ class Engine:
                 drafts[latest] = _shortened(drafts[latest], room - unseen)
                 feeds[latest] = latest.feed(drafts[latest])
         return torch.empty(0), []
+
+    def _pass(self, feeds: Sequence[Feed]) -> Tensor:
+        """Logits of the feeds' rows, and behind them others that nobody reads.
+
+        Tokens are added behind the last feed where that makes the pass cheaper.
+        """
+        needed = sum(len(feed.tokens) for feed in feeds)
+        more = self._pass_width.padding(needed)
+        sequence, tokens, keep = feeds[-1]
+        if more and len(tokens) + more <= self.target.room(sequence):
+            wider = Feed(sequence, [*tokens, *[tokens[-1]] * more], keep + more)
+            with contextlib.suppress(CacheFull):  # others need the room
+                return self.target.score([*feeds[:-1], wider])
+        if more:
+            self._pass_width.now(needed)
+        return self.target.score(feeds)
 
     def _suspend(self, item: _Active) -> None:
         """Give up a request's caches for others; nothing it has emitted is lost."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -37,8 +38,10 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter, fit_ngrams
+from outrider.models import Feed
 from outrider.models.toy import ToyModel, hashed_law
 from outrider.models.trimmed import TrimmedModel, Vocabulary
+from outrider.pass_width import PassWidth
 from outrider.randomness import Purpose
 from outrider.requests import Request
 from outrider.sampling import History, SamplingPolicy
@@ -285,6 +288,46 @@ def test_adaptive_lengths_keep_the_law_over_several_rounds(
     found, wanted = adaptive_law(monkeypatch, rule, kind, lengths)
     assert total_variation(found, wanted) < EXACT
     assert len(lengths) >= 3
+
+
+def law_of_wide_passes(monkeypatch: pytest.MonkeyPatch, rule: str) -> tuple[float, int]:
+    """Distance from the law where passes stay wide, and how many of them did."""
+    num_wider = 0
+    padding = PassWidth.padding
+
+    def counted(self: PassWidth, needed: int) -> int:
+        nonlocal num_wider
+        more = padding(self, needed)
+        num_wider += more > 0
+        return more
+
+    monkeypatch.setattr(PassWidth, "padding", counted)
+    monkeypatch.setitem(ADAPTIVE_COSTS, "model", replace(ADAPTIVE_COSTS["model"], change_ms=10.0))
+    found, wanted = adaptive_law(monkeypatch, rule, "model", set())
+    return total_variation(found, wanted), num_wider
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_passes_that_stay_wide_keep_the_law(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    distance, num_wider = law_of_wide_passes(monkeypatch, rule)
+    assert distance < EXACT
+    assert num_wider > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_reading_the_rows_of_what_a_pass_was_filled_up_with_is_caught(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    made = decoding.Engine._pass
+
+    def last_rows(self: decoding.Engine, feeds: Sequence[Feed]) -> torch.Tensor:
+        rows = made(self, feeds)
+        return rows[len(rows) - sum(feed.keep for feed in feeds) :]
+
+    monkeypatch.setattr(decoding.Engine, "_pass", last_rows)
+    distance, num_wider = law_of_wide_passes(monkeypatch, rule)
+    assert distance > 1e-3
+    assert num_wider > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from exact.blocks import BlockModel
 from exact.controls import WRONG_RULES
 from exact.drafters import HostileDrafter, SoftGreedyDrafter, StoppingDrafter, UniformDrafter
 from outrider import decoding, verification
@@ -19,6 +20,7 @@ from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.lookup_first import LookupFirst
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter, fit_ngrams
+from outrider.models import Feed, Prompt
 from outrider.models.toy import ToyModel, hashed_law, mixed_law
 from outrider.models.trimmed import TrimmedModel, Vocabulary
 from outrider.requests import Request
@@ -163,6 +165,35 @@ def test_in_a_batch_greedy_requests_draft_less_and_their_text_stays() -> None:
     (alone, drafted_alone), (together, drafted_together) = run(1), run(8)
     assert alone == together
     assert drafted_together < 0.8 * drafted_alone
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 24])
+def test_passes_that_stay_wide_change_no_text(max_batch: int) -> None:
+    random = np.random.default_rng(11)
+    requests = [random_request(random) for _ in range(24)]
+    texts = []
+    num_positions = []
+    for change_ms in (0.0, 3.0):
+        model = BlockModel(TARGET_LAW, SIZE, eos_ids=EOS)
+        costs = Costs((1, 33), (1.0, 3.0), drafter_ms=0.1, change_ms=change_ms)
+        engine = Engine(model, model_drafter(), max_batch=max_batch, costs=costs)
+        texts.append([result.token_ids for result in engine.generate(requests)])
+        num_positions.append(sum(map(sum, model.passes)))
+    assert texts[0] == texts[1]
+    assert num_positions[1] > num_positions[0]
+
+
+def test_a_pass_stays_as_wide_only_where_there_is_room() -> None:
+    """Two sequences with a block each; one wants a block more, the other one or, if wide, two."""
+    costs = Costs((1, 33), (1.0, 1.0), change_ms=3.0)
+    for num_blocks, width in ((5, 6), (4, 2)):
+        model = BlockModel(TARGET_LAW, SIZE, num_blocks=num_blocks)
+        engine = Engine(model, costs=costs)
+        tables = [model.start(Prompt([token] * 5)) for token in (1, 2)]
+        model.score([Feed(table, [token] * 4, 1) for token, table in enumerate(tables, 1)])
+        engine._pass_width.now(6)
+        rows = engine._pass([Feed(table, [3], 1) for table in tables])
+        assert len(rows) == sum(model.passes[-1]) == width
 
 
 def test_requests_may_join_and_leave_between_rounds() -> None:

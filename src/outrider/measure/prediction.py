@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from outrider.costs import Costs, measure_costs
 from outrider.models import Model
+from outrider.pass_width import PassWidth
 from outrider.requests import Result, Round
 
 __all__ = [
@@ -196,7 +197,7 @@ def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> 
     """Milliseconds that the steps of one run should take, the reading of prompts left out.
 
     One request, drafted [3, 3, 0]: target passes over 4, 4 and 1 positions, one change of width,
-    6 drafter steps, and 9 times `outside_ms`.
+    6 drafter steps, and 9 times `outside_ms`; where a change costs more, three passes over 4.
 
     Args:
         steps: what was drafted for whom, one after another; their times are not used.
@@ -208,8 +209,11 @@ def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> 
     num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
     rows = np.array([step.num_rows for step in steps], dtype=np.float64)
     model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
-    target_ms = costs.target_ms(num_requests, rows / num_requests)
+    chosen = PassWidth(costs.alone)
+    chosen.now(int(rows[0]))
+    widths = np.array([n + chosen.padding(int(n)) for n in rows], dtype=np.float64)
+    target_ms = costs.target_ms(num_requests, widths / num_requests)
     drafter_ms = model_steps * costs.drafter_ms(num_requests)
-    changes = np.diff(rows, prepend=rows[0]) != 0.0
+    changes = np.diff(widths, prepend=widths[0]) != 0.0
     change_ms = changes * costs.change_ms(num_requests)
     return float(np.sum(target_ms + change_ms + drafter_ms + rows * outside_ms))
