@@ -291,6 +291,8 @@ class Engine:
                 item.restart(self.target)
                 self._active[item.id] = self._suspended.pop(item.id)
         drafter = "none" if self.drafter is None else self.drafter.name
+        if not self._active:  # who is alone shall round as if it were the first
+            self._pass_width = PassWidth(self.costs)
         delayed: list[tuple[int, Request]] = []
         while self._waiting and len(self._active) < self._max_batch and len(delayed) < 8:
             request_id, request = self._waiting.popleft()

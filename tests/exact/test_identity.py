@@ -183,6 +183,23 @@ def test_passes_that_stay_wide_change_no_text(max_batch: int) -> None:
     assert num_positions[1] > num_positions[0]
 
 
+def test_a_request_that_is_alone_has_the_passes_of_the_first() -> None:
+    """A pass of another width adds in another order."""
+    first = Request(PROMPT, max_new_tokens=30, gamma=8, ignore_eos=True)
+    second = Request([5, 6], max_new_tokens=30, gamma=3, ignore_eos=True)
+    costs = Costs((1, 33), (1.0, 1.0), change_ms=3.0)
+
+    def passes(*requests: Request) -> list[list[int]]:
+        model = BlockModel(TARGET_LAW, SIZE)
+        engine = Engine(model, model_drafter(), costs=costs)
+        for request in requests:
+            model.passes.clear()
+            engine.generate([request])
+        return model.passes
+
+    assert passes(first, second) == passes(second)
+
+
 def test_a_pass_stays_as_wide_only_where_there_is_room() -> None:
     """Two sequences with a block each; one wants a block more, the other one or, if wide, two."""
     costs = Costs((1, 33), (1.0, 1.0), change_ms=3.0)
