@@ -26,6 +26,11 @@ def test_between_measured_points_the_curve_is_linear_and_beyond_them_it_goes_on(
     assert Costs((1,), (7.0,)).target(9) == 7.0
 
 
+def test_a_pass_may_be_as_wide_as_the_curve_is_level() -> None:
+    costs = Costs((1, 2, 5, 9), (10.0, 12.0, 12.0, 13.0))
+    assert [costs.widest(n) for n in (1, 2, 3, 5, 6, 9, 20)] == [1, 5, 5, 5, 6, 9, 20]
+
+
 @pytest.mark.parametrize(
     ("positions", "target_ms", "drafter_ms", "change_ms"),
     [

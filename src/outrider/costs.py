@@ -73,6 +73,11 @@ class Costs:
         """
         return interpolated(self.positions, self.target_ms, num_positions)
 
+    def widest(self, num_positions: int) -> int:
+        """Most positions that a pass may have in the measured time of one over `num_positions`."""
+        same = [n for n in self.positions if self.target(n) == self.target(num_positions)]
+        return max([num_positions, *same])
+
     def verify_cost(self, num_positions: float) -> float:
         """v(n): time of a target pass over n positions over the time of one over 1 position."""
         return self.target(num_positions) / self.target_ms[0]

@@ -2,8 +2,8 @@
 
 An engine that prepares for the shapes of a pass takes longer where a pass is of another width than
 the last (`Costs.change_ms`), and drafts of varying length change it in almost every round. A few
-positions more often cost less than that. Tokens behind the last that counts change nothing before
-them, and are rolled back with the drafts that fell.
+positions more often cost less than that, or nothing. Tokens behind the last that counts change
+nothing before them, and are rolled back with the drafts that fell.
 
 Staying wide is paid for pass by pass, changing at once: the rent or the price of a pair of skis. A
 width is left when the rent since it was last needed has reached the price, so nobody pays more than
@@ -35,15 +35,15 @@ class PassWidth:
         Args:
             needed: positions that it must have, of all requests together.
         """
-        unused = self._width - needed
-        if unused == 0:
-            self._rent = 0.0
-        elif unused > 0:
-            self._rent += self._costs.target(self._width) - self._costs.target(needed)
-        if unused < 0 or self._rent > self._costs.change_ms or self._costs.change_ms == 0.0:
-            self.now(needed)
+        if self._costs.change_ms == 0.0:
             return 0
-        return unused
+        if self._width == needed:
+            self._rent = 0.0
+        elif self._width > needed:
+            self._rent += self._costs.target(self._width) - self._costs.target(needed)
+        if self._width < needed or self._rent > self._costs.change_ms:
+            self.now(self._costs.widest(needed))
+        return self._width - needed
 
     def now(self, width: int) -> None:
         """A pass of that width is made, whatever was told here."""
