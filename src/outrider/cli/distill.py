@@ -100,7 +100,7 @@ def distill(
     target: TargetOption = "default",
     tokens: Annotated[str, typer.Option(help="That the target writes: 300k, 2M.")] = "1M",
     layers: Annotated[
-        int, typer.Option(min=0, help="Of the drafter; 0: 3 at the target's own width, else 4.")
+        int, typer.Option(min=0, help="Of the drafter; 0: 2 at the target's own width, else 4.")
     ] = 0,
     width: Annotated[
         int,
@@ -111,7 +111,7 @@ def distill(
     vocab_size: Annotated[int, typer.Option(help="Ids it knows, the most frequent ones.")] = 8192,
     loss: Annotated[str, typer.Option(help="kl, reverse-kl, jsd, tv, nla or mix.")] = "nla",
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
-    epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 4.0,
+    epochs: Annotated[float, typer.Option(help="How often the text is read.")] = 3.0,
     temperatures: Annotated[
         str, typer.Option(help="Of the answers, each with its top-p behind a slash.")
     ] = "0,0.7/0.9,1",

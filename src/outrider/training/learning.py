@@ -54,7 +54,7 @@ class Recipe:
     loss: str = "nla"
     rate: float = 2e-3
     batch_tokens: int = 1024
-    epochs: float = 4.0
+    epochs: float = 3.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -218,9 +218,7 @@ def train(
         for group in optimiser.param_groups:
             group["lr"] = recipe.rate * _rate_at(progress)
         batch = [taught[index] for index in batches[step]]
-        with _products(student.device):
-            logits, top_ids, probs = _read(student, batch)
-        loss = _loss(logits.float(), top_ids, probs, loss_of)
+        loss = _loss(student, batch, loss_of)
         optimiser.zero_grad(set_to_none=True)
         if not math.isfinite(float(loss.detach())):
             raise UsageError(
@@ -276,18 +274,19 @@ def _mean(values: Tensor, chosen: Tensor) -> float:
     return float((values[chosen] if chosen.any() else values).mean())
 
 
-def _products(device: torch.device) -> torch.autocast:
-    """Matrix products in the precision that the device is fastest in."""
-    precision = choose_dtype("auto", device)
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision is torch.bfloat16)
+def _products(student: LlamaForCausalLM) -> torch.autocast:
+    """Matrix products in the precision that the device is fastest in, while it is trained."""
+    place = student.device
+    half = student.training and choose_dtype("auto", place) is torch.bfloat16
+    return torch.autocast(place.type, torch.bfloat16, enabled=half)
 
 
 def _loss(
-    logits: Tensor,
-    top_ids: Tensor,
-    probs: Tensor,
+    student: LlamaForCausalLM,
+    batch: Sequence[Lesson],
     loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
+    logits, top_ids, probs = _read(student, batch)
     log_q, log_rest = on_kept_ids(logits, top_ids)
     rest = (1.0 - probs.sum(dim=-1)).clamp(min=0.0)
     return loss_of(log_q, log_rest, probs, rest).mean()
@@ -307,8 +306,10 @@ def _read(student: LlamaForCausalLM, batch: Sequence[Lesson]) -> tuple[Tensor, T
         rows.append(torch.full((len(lesson.places),), row))
         places.append(lesson.places - 1)  # a token is predicted at the one before it
     # What fills a row up comes behind all that counts, where causal attention does not look.
-    hidden = student.model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-    logits = student.lm_head(hidden[torch.cat(rows).to(device), torch.cat(places).to(device)])
+    with _products(student):
+        hidden = student.model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        chosen = hidden[torch.cat(rows).to(device), torch.cat(places).to(device)]
+        logits = student.lm_head(chosen).float()
     top_ids = torch.cat([lesson.top_ids for lesson in batch]).to(device).long()
     return logits, top_ids, torch.cat([lesson.top_probs for lesson in batch]).to(device).float()
 

@@ -53,7 +53,7 @@ def on_kept_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         log_q [..., K], minus infinity at -1; log_q_rest [...], of a mass of at least 1e-7.
     """
     known = ids >= 0
-    log_q = logits.gather(-1, ids.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
+    log_q = logits.log_softmax(dim=-1).gather(-1, ids.clamp(min=0))
     log_q = log_q.masked_fill(~known, -torch.inf)
     # A sum over the other V' - K would be exact where the rest is tiny, and cost as much as all.
     log_q_rest = (1.0 - log_q.exp().sum(dim=-1)).clamp(min=_LEAST_REST).log()

@@ -42,7 +42,7 @@ class StudentShape:
     """Size of a drafting model.
 
     Attributes:
-        layers: how many; 0 takes 3 at the target's own width, else 4.
+        layers: how many; 0 takes 2 at the target's own width, else 4.
         width: of the hidden states; a multiple of 64, or the target's own. 0 takes the target's own
             if the drafter can begin as its layers and that is at most 640, else 256.
         mlp: width inside the MLP; 0 takes 8/3 of the width. At the width of a Llama target it is
@@ -58,7 +58,7 @@ class StudentShape:
         own = int(target.get_input_embeddings().weight.shape[1])
         begins_as_target = target.config.model_type == _LLAMA
         width = self.width or (own if begins_as_target and own <= _WIDEST_OWN else _NARROW)
-        layers = self.layers or (3 if begins_as_target and width == own else 4)
+        layers = self.layers or (2 if begins_as_target and width == own else 4)
         return StudentShape(layers, width, self.mlp)
 
 
