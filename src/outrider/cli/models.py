@@ -22,7 +22,11 @@ __all__ = ["models"]
 @app.command()
 def models(
     prepare: Annotated[
-        str | None, typer.Option(metavar="REF", help="Read a model now, so that it starts quickly.")
+        str | None,
+        typer.Option(
+            metavar="REF",
+            help="Read and time a model and its own drafter now, so that they start quickly.",
+        ),
     ] = None,
     clear_cache: Annotated[
         bool, typer.Option("--clear-cache", help="Delete imported models and converted graphs.")
@@ -40,9 +44,9 @@ def models(
         freed = cache.clear_cache()
         terminal.err.print(f"freed {freed / 1e6:.0f} MB in {cache.cache_folder()}")
     if prepare is not None:
-        from outrider.models import load_model
+        from outrider.pair import load
 
-        load_model(prepare, dtype=dtype)  # type: ignore[arg-type]
+        load(prepare, dtype=dtype)  # type: ignore[arg-type]
     entries = catalog.available_models()
     if as_json:
         print(json.dumps({"models": [entry.as_dict() for entry in entries]}))
