@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from outrider import costs as costs_module
 from outrider.costs import Costs, kept_costs, measure_context, measure_costs, time_passes
 from outrider.errors import UsageError
 from outrider.models import Feed
@@ -57,6 +58,32 @@ def test_a_model_is_timed_and_leaves_nothing_open() -> None:
     assert costs.drafter_ms > 0
     assert measure_costs(MODEL, None, positions=(1,), repeats=1).drafter_ms == 0
     assert min(time_passes(MODEL, 2, context=0, num_sequences=3)) > 0
+
+
+def test_a_pass_costs_no_more_than_a_wider_one_that_it_can_be_filled_up_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {1: 10.0, 2: 13.0, 3: 12.0, 4: 11.0}
+    monkeypatch.setattr(costs_module, "time_passes", lambda _, n, **__: (times[n] + 4.0, times[n]))
+    costs = measure_costs(MODEL, None, positions=(1, 2, 3, 4), context=8, repeats=2)
+    assert costs.target_ms == (10.0, 11.0, 11.0, 11.0)
+    assert costs.widest(2) == 4
+    assert costs.change_ms == 4.0
+
+
+def test_a_drafter_step_is_the_mean_of_one_behind_the_target_and_one_behind_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = ToyModel(hashed_law(5, seed=2), 5)
+
+    def time(model: ToyModel, *_: object, before: Callable[[], object] | None = None, **__: object):  # type: ignore[no-untyped-def]
+        if before is not None:
+            before()
+        return (1.5, 0.5) if model is drafter else (9.0, 8.0)
+
+    monkeypatch.setattr(costs_module, "time_passes", time)
+    costs = measure_costs(MODEL, drafter, positions=(1, 2), context=8, repeats=2)
+    assert costs.drafter_ms == 1.0
 
 
 def test_what_a_cached_token_adds_to_a_pass_is_told_apart() -> None:

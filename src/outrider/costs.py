@@ -27,7 +27,7 @@ __all__ = ["Costs", "kept_costs", "measure_context", "measure_costs", "time_pass
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _FAR = 512
-_FORMAT = "costs 5"
+_FORMAT = "costs 7"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,9 @@ def measure_costs(
         def draft(taken: list[float] = taken) -> None:
             assert drafter is not None
             behind = min(context, drafter.context_length - 1)
-            taken += time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
+            # The first comes behind a target pass, the second behind the first, as in a draft.
+            passes = time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
+            taken.append(statistics.mean(passes))
 
         for n in kept:
             first, second = time_passes(
@@ -210,10 +212,11 @@ def measure_costs(
             if turn:
                 steps += taken
                 reads.append(read_ms)
-    # A pass over more positions does more: where a measured curve falls, that is noise.
-    curve: list[float] = []
-    for n in kept:
-        curve.append(max([typical(times[n]), *curve[-1:]]))
+    # A pass may be filled up to more positions (`pass_width`): where the measured curve falls, by
+    # chance or since a kernel likes another width better, the wider pass is the price of both.
+    curve = [typical(times[n]) for n in kept]
+    for k in range(len(curve) - 2, -1, -1):
+        curve[k] = min(curve[k], curve[k + 1])
     drafter_ms = typical(steps) if steps else 0.0
     drafter_reads = typical(reads) / curve[-1] if reads else 0.0
     change_ms = 0.0

@@ -2,8 +2,9 @@
 
 An engine that prepares for the shapes of a pass takes longer where a pass is of another width than
 the last (`Costs.change_ms`), and drafts of varying length change it in almost every round. A few
-positions more often cost less than that, or nothing. Tokens behind the last that counts change
-nothing before them, and are rolled back with the drafts that fell.
+positions more often cost less than that, or nothing; some widths take less than narrower ones.
+Tokens behind the last that counts change nothing before them, and are rolled back with the drafts
+that fell.
 
 Staying wide is paid for pass by pass, changing at once: the rent or the price of a pair of skis. A
 width is left when the rent since it was last needed has reached the price, so nobody pays more than

@@ -135,6 +135,19 @@ class SamplingPolicy:
         """Whether every row is one-hot."""
         return self.temperature == 0
 
+    @property
+    def names_ids(self) -> bool:
+        """Whether it matters which ids the logits are of: biases, penalties, bans, processors."""
+        return bool(
+            self.logit_bias
+            or self.banned_tokens
+            or self.processors
+            or self.min_new_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+        )
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse ids outside 0..vocab_size - 1 in `logit_bias` and `banned_tokens`."""
         for name, ids in (("logit_bias", self.logit_bias), ("banned_tokens", self.banned_tokens)):

@@ -154,6 +154,19 @@ def test_a_round_keeps_the_joint_law_for_long_drafts(rule: str, drafter: str) ->
     assert distance(rule, "temperature", drafter, 3) < EXACT
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_another_law_of_all_ids_than_that_of_the_few_drawn_from_is_caught(
+    monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    spread = TrimmedModel.spread
+
+    def flatter(self: TrimmedModel, few: torch.Tensor, rest: float) -> torch.Tensor:
+        return spread(self, few.sqrt() / few.sqrt().sum(), rest)
+
+    monkeypatch.setattr(TrimmedModel, "spread", flatter)
+    assert distance(rule, "temperature", "trimmed", 2) > 1e-3
+
+
 @pytest.mark.parametrize("name", WRONG_RULES)
 def test_every_wrong_rule_is_caught(name: str) -> None:
     gamma, policy = 2, POLICIES["temperature"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.draft_length import GoOn, always
 from outrider.errors import CacheFull, NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
+from outrider.models.trimmed import TrimmedModel
 from outrider.randomness import RoundNoise
 from outrider.sampling import History, SamplingPolicy, single_threaded
 from outrider.verification import Draft, Verdict
@@ -70,6 +71,9 @@ class ModelDrafter:
         self.name = model.name
         self.model = model
         self._target_vocab_size = target_vocab_size
+        self._few: TrimmedModel | None = None
+        if isinstance(model, TrimmedModel) and model.vocab_size == target_vocab_size:
+            self._few = model
         self._cached: dict[History, CachedSequence] = {}
         self._told_full = False
         self._foreign: dict[History, int] = {}  # how far each history was searched for foreign ids
@@ -119,22 +123,28 @@ class ModelDrafter:
             for i, (sequence, drafted, policy, noise) in able.items():
                 if i not in logits:  # no room although it had all of it
                     continue
-                row = widened(logits[i], self._target_vocab_size)
+                # What is drawn by numbers alone is drawn among the few ids that the model knows.
+                few = self._few if not (policy.names_ids or noise.coupled) else None
+                row = logits[i] if few is not None else self._whole(logits[i])
                 try:
                     if policy.is_greedy:
                         law = None
                         [token] = policy.choices(row, sequence, drafted)
-                        sure = row[0].softmax(-1)
+                        sure = float(row[0].softmax(-1)[token])
                     else:
-                        sure = law = policy.probs(row, sequence, drafted)[0]
-                        token = noise.draft(len(drafted), law)
+                        law = policy.probs(row, sequence, drafted)
+                        token = noise.draft(len(drafted), law[0])
+                        sure = float(law[0, token])
                 except NothingToDraw:  # what the policy allows, this vocabulary does not have
                     continue
                 except NumericalError as error:
                     # A sick drafter must not cost the target its requests.
                     _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
                     continue
-                drawn[i] = Drawn(token, law, float(sure[token]))
+                if few is not None:
+                    token = int(few.kept[token])
+                    law = None if law is None else few.spread(law, 0.0)
+                drawn[i] = Drawn(token, None if law is None else law[0], sure)
         return drawn
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
@@ -154,14 +164,14 @@ class ModelDrafter:
             cached.close()
 
     def _score(self, drawing: dict[int, Drawing]) -> dict[int, Tensor]:
-        """Logits [1, V] after what each sequence has drawn; none for one that does not fit alone.
+        """Logits [1, V or V'] after what each sequence has drawn; none if it has no room alone.
 
         Where they do not fit together, they take turns in the cache. That is slow, but how long a
         draft is must not depend on the neighbours: a seed's text would.
         """
         feeds = [self._feed(item.sequence, item.drafted) for item in drawing.values()]
         try:
-            rows = self.model.score(feeds)
+            rows = self.model.score(feeds) if self._few is None else self._few.score_kept(feeds)
             return {i: rows[k : k + 1] for k, i in enumerate(drawing)}
         except CacheFull:
             if not self._told_full:
@@ -181,6 +191,12 @@ class ModelDrafter:
         for other in others:
             self._cached.pop(other).close()
         return self._score(drawing) if others else {}
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Logits [n, V of the target] of rows that `_score` gave."""
+        if self._few is not None:
+            rows = self._few.spread(rows, -math.inf)
+        return widened(rows, self._target_vocab_size)
 
     def _feed(self, sequence: History, drawn: Sequence[int]) -> Feed:
         cached = self._cached.get(sequence)

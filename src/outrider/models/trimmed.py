@@ -110,6 +110,9 @@ class TrimmedModel:
         model: the small model, whose ids are 0 to V' - 1.
         vocabulary: what they mean.
 
+    Attributes:
+        kept: int64 [V'], its target's ids that it knows, rising.
+
     Raises:
         UnsupportedModel: the two have different sizes.
     """
@@ -122,7 +125,7 @@ class TrimmedModel:
             )
         self._model = model
         self._read_as: list[int] = vocabulary.read_as.tolist()
-        self._kept = vocabulary.kept
+        self.kept = vocabulary.kept
         self._digest = vocabulary.digest
         self.name = model.name
         self.engine = model.engine
@@ -155,12 +158,20 @@ class TrimmedModel:
 
     def score(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits [sum of keep, V], minus infinity for every id that is not kept."""
-        few = self._model.score(
+        few = self.score_kept(feeds)
+        with single_threaded():
+            return self.spread(few, -math.inf)
+
+    def score_kept(self, feeds: Sequence[Feed]) -> Tensor:
+        """Logits [sum of keep, V'] of the kept ids alone: a sixth of the rows, or less."""
+        return self._model.score(
             [Feed(sequence, self._read(tokens), keep) for sequence, tokens, keep in feeds]
         )
-        with single_threaded():
-            logits = few.new_full((len(few), self.vocab_size), -math.inf)
-            return logits.index_copy_(1, self._kept.to(few.device), few)
+
+    def spread(self, few: Tensor, rest: float) -> Tensor:
+        """[n, V'] -> [n, V], with `rest` for every id that is not kept."""
+        whole = few.new_full((len(few), self.vocab_size), rest)
+        return whole.index_copy_(1, self.kept.to(few.device), few)
 
     def room(self, sequence: CachedSequence) -> int:
         """As the small model's."""
