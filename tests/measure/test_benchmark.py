@@ -274,11 +274,15 @@ def test_passes_of_another_width_than_the_last_take_longer() -> None:
     alone, crowd = (replace(costs, change_ms=ms) for costs, ms in ((ALONE, 4.0), (CROWD, 6.0)))
     single = BatchCosts(alone, alone, 1)
     flat = BatchCosts(ALONE, ALONE, 1)
-    # Down by a position for 1 ms a pass or for a change of 4; up there is no choice.
-    for widths, more in (((3, 3, 3), 0.0), ((3, 2), 1.0), ((3, 1), 2.0), ((5, 0, 5), 8.0)):
+    for widths, changes in (((3, 3, 3), 0), ((3, 3, 0), 1), ((0, 3, 0, 3), 3)):
         rounds = steps(*[(width,) for width in widths])
         extra = modelled_ms(rounds, single, 0.0) - modelled_ms(rounds, flat, 0.0)
-        assert extra == pytest.approx(more)
+        assert extra == pytest.approx(4.0 * changes)
+    # Where the engine weighs it: down by a position for 1 ms a pass or for a change of 4.
+    for widths, more in (((3, 3, 3), 0.0), ((3, 2), 1.0), ((3, 1), 2.0), ((5, 0, 5), 8.0)):
+        rounds = steps(*[(width,) for width in widths])
+        found = modelled_ms(rounds, single, 0.0, engine_costs=alone)
+        assert found - modelled_ms(rounds, flat, 0.0) == pytest.approx(more)
     # Of two requests one more token in all is another width.
     rounds = steps((1, 1), (2, 0), (2, 1))
     extra = modelled_ms(rounds, BatchCosts(alone, crowd, 2), 0.0) - modelled_ms(

@@ -231,7 +231,12 @@ class Benchmark:
             first_ms = rounds_ms / len(steps)
             plain_ms += reading_ms + rounds_ms - first_ms
             fast_ms += reading_ms * (1.0 + costs.alone.drafter_reads) - first_ms
-            fast_ms += modelled_ms(steps_of(fast.results), costs, outside[setting])
+            fast_ms += modelled_ms(
+                steps_of(fast.results),
+                costs,
+                outside[setting],
+                engine_costs=self._pairs[setting.drafter].costs,
+            )
         return plain_ms / fast_ms
 
     def _conversations(self, items: Sequence[PromptItem]) -> list[list[int]]:

@@ -193,23 +193,30 @@ def outside_ms_per_row(steps: Sequence[Step], costs: BatchCosts) -> float:
     return max(0.0, outside / sum(step.num_rows for step in steps))
 
 
-def modelled_ms(steps: Sequence[Step], costs: BatchCosts, outside_ms: float) -> float:
+def modelled_ms(
+    steps: Sequence[Step],
+    costs: BatchCosts,
+    outside_ms: float,
+    *,
+    engine_costs: Costs | None = None,
+) -> float:
     """Milliseconds that the steps of one run should take, the reading of prompts left out.
 
     One request, drafted [3, 3, 0]: target passes over 4, 4 and 1 positions, one change of width,
-    6 drafter steps, and 9 times `outside_ms`; where a change costs more, three passes over 4.
+    6 drafter steps, and 9 times `outside_ms`; three passes over 4 where the engine keeps them wide.
 
     Args:
         steps: what was drafted for whom, one after another; their times are not used.
         costs: of passes.
         outside_ms: outside the models, per verified position.
+        engine_costs: those that the engine chose the widths of its passes by; None: it had none.
     """
     if not steps:
         return 0.0
     num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
     rows = np.array([step.num_rows for step in steps], dtype=np.float64)
     model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
-    chosen = PassWidth(costs.alone)
+    chosen = PassWidth(engine_costs or Costs())
     chosen.now(int(rows[0]))
     widths = np.array([n + chosen.padding(int(n)) for n in rows], dtype=np.float64)
     target_ms = costs.target_ms(num_requests, widths / num_requests)
