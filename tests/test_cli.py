@@ -427,7 +427,7 @@ def test_the_cpu_engine_is_openvino(engine: str, runs_on: str, run: Run, folder:
 
 
 def test_memory_for_keys_and_values_is_a_limit(run: Run, folder: str) -> None:
-    arguments = ("--target", folder, "--max-new-tokens", "60")
+    arguments = ("--target", folder, "--max-new-tokens", "60", "--dtype", "float32")
     outcome = run("generate", "hello", *arguments, "--kv-memory", "0.00002")
     assert outcome.code == 2
     assert outcome.out  # what was decided before the memory was full

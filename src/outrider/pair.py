@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypedDict, Unpack, cast, overload
@@ -9,7 +10,7 @@ from typing import TypedDict, Unpack, cast, overload
 from outrider.costs import Costs, kept_costs
 from outrider.decoding import Engine
 from outrider.drafters import Drafter, make_drafter
-from outrider.errors import UsageError
+from outrider.errors import CacheFull, UsageError
 from outrider.models import Dtype, Model, load_model
 from outrider.models import Engine as EngineName
 from outrider.requests import Event, Request, Result
@@ -232,7 +233,9 @@ def pair_with(
     if proposer is not None and target.engine != "toy":
         from outrider.models.checkpoints import to_stderr
 
-        pair.costs = kept_costs(target, pair.drafting_model, notify=to_stderr)
+        # Memory too small to time passes in still decodes, by usual costs.
+        with contextlib.suppress(CacheFull):
+            pair.costs = kept_costs(target, pair.drafting_model, notify=to_stderr)
     return pair
 
 

@@ -142,19 +142,23 @@ def projections(*sizes: int, bias: bool = False, activation: bool = False) -> ov
     return ov.Model(results, [x], "projections")
 
 
+def results_in_float32(
+    model: ov.Model, x: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """Also where the processor would compute in bfloat16."""
+    compiled = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return [np.array(value) for value in compiled(x).values()]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [False, True])
 def test_every_result_of_a_merged_product_is_its_own(bias: bool, activation: bool) -> None:
     model = projections(3, 5, 2, bias=bias, activation=activation)
     x = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
-
-    def run() -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-        return [np.array(value) for value in ov.compile_model(model, "CPU")(x).values()]
-
-    before = run()
+    before = results_in_float32(model, x)
     assert merge_projections(model) == 1
     assert [op.get_type_name() for op in model.get_ops()].count("MatMul") == 1
-    for one, other in zip(before, run(), strict=True):
+    for one, other in zip(before, results_in_float32(model, x), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
@@ -175,9 +179,9 @@ def test_a_bias_that_others_read_too_is_not_merged() -> None:
     )
     model.add_results([ops.result(product)])
     x = np.random.default_rng(1).normal(size=(4, 1, 8)).astype(np.float32)
-    before = [np.array(value) for value in ov.compile_model(model, "CPU")(x).values()]
+    before = results_in_float32(model, x)
     assert merge_projections(model) == 1
-    after = [np.array(value) for value in ov.compile_model(model, "CPU")(x).values()]
+    after = results_in_float32(model, x)
     for one, other in zip(before, after, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 

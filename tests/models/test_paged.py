@@ -788,8 +788,10 @@ def rounded(weight: Tensor, axis: int) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_int8_logits_are_those_of_the_model_with_rounded_weights(
-    family: str, kept: Path, tmp_path: Path
+    family: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Weights are rounded alike everywhere; products are in bfloat16 where the processor has it.
+    monkeypatch.setattr(paged, "computes_bfloat16", lambda: False)
     ids = text(40)
     model = load(saved(family, tmp_path / family), dtype="int8")
     assert model.dtype == "int8"

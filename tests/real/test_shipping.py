@@ -126,9 +126,9 @@ def test_the_default_target_has_a_drafter_that_saves_passes(default: Model) -> N
     plain = pair.generate(chat, max_new_tokens=96, gamma=0)
     # In bfloat16 a near tie may fall the other way behind some tokens; not at once.
     assert answer.token_ids[:8] == plain.token_ids[:8]
-    assert answer.stats.tokens_per_call > 1.5
+    assert answer.stats.tokens_per_call > 1.3
     sampled = pair.generate(chat, max_new_tokens=96, temperature=1.0, seed=1)
-    assert sampled.stats.tokens_per_call > 1.2
+    assert sampled.stats.tokens_per_call > 1.15
 
 
 def test_what_is_shipped_is_small_and_says_what_it_is() -> None:
