@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -220,6 +221,23 @@ def test_in_a_batch_a_draft_must_be_worth_the_change_of_width() -> None:
     assert share_drafted(changing, 8) < 0.2
     # Alone, whoever drafts in one round mostly drafts in the next one too.
     assert share_drafted(changing, 1) == share_drafted(steady, 1) > 0.9
+
+
+def test_a_draft_that_needs_a_wider_pass_must_be_worth_two_changes_of_width() -> None:
+    """Up to five positions cost what one does; beyond, 2 % more each."""
+    level = Costs((1, 5, 33), (1.0, 1.0, 1.5))
+
+    def longest(costs: Costs) -> int:
+        played = play(
+            Adaptive(costs),
+            lambda _, place: place < 6,
+            num_rounds=60,
+            surety=lambda *_: 0.9,
+        )
+        return max(drafted for drafted, _ in played[30:])
+
+    assert longest(level) > 4
+    assert longest(replace(level, change_ms=3.0)) == 4
 
 
 def test_behind_a_long_context_drafts_are_longer_since_every_pass_costs_more() -> None:

@@ -13,8 +13,9 @@ that the first j drafted tokens of this round are all accepted, draft token k if
 
 * cost(j): a round with j drafted tokens, from the costs measured on this machine: a target pass
   over j + 1 positions, with what the request's cached tokens add to it, and, but for copies, j
-  drafter steps. In a batch, a request's share of the passes over all; and for a draft what a pass
-  of another width than the last costs more, since all pay for the width that one of them changes.
+  drafter steps; where that pass must be wider than the last one, a change of width and another one
+  back. In a batch, a request's share of the passes over all, and for any draft one change of width,
+  since all pay for the width that one of them changes.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
@@ -36,6 +37,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 from outrider.costs import Costs
+from outrider.pass_width import PassWidth
 
 __all__ = ["Adaptive", "DraftLength", "Fixed", "GoOn", "Share", "always", "draft_length"]
 
@@ -224,6 +226,7 @@ class Adaptive:
         self._costs = costs
         self._drawn, self._copied = _Record(), _Record()
         self._emitted = self._spent = 0.0
+        self._width = PassWidth(costs)
         self._num_requests = 1
         self._context_ms = 0.0
         self._tokens: list[_Token] = []
@@ -257,6 +260,7 @@ class Adaptive:
         num_copied = sum(token.copied for token in known)
         self._emitted = _MEMORY * self._emitted + accepted + 1
         self._spent = _MEMORY * self._spent + self._cost(drafted, drafted - num_copied)
+        self._width.padding(drafted + 1)
         if num_copied:
             self._copied.fade()
         if num_copied < drafted:
@@ -332,6 +336,10 @@ class Adaptive:
         """
         n = self._num_requests
         step = self._costs.drafter_ms * self._costs.verify_cost(n) if steps else 0.0
-        change = self._costs.change_ms if length and n > 1 else 0.0
+        if n > 1:
+            changes = 1 if length else 0
+        else:  # to a width that no usual pass has, and back
+            changes = 2 if length + 1 > max(self._width.last, self._costs.widest(1)) else 0
+        change = changes * self._costs.change_ms
         passes = self._costs.target(n * (length + 1)) + steps * step
         return passes / n + change + self._context_ms

@@ -30,6 +30,11 @@ class PassWidth:
         self._width = 0
         self._rent = 0.0
 
+    @property
+    def last(self) -> int:
+        """Positions of the last pass; 0 before the first."""
+        return self._width
+
     def padding(self, needed: int) -> int:
         """Positions to add to the next pass.
 

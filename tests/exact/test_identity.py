@@ -170,7 +170,11 @@ def test_in_a_batch_greedy_requests_draft_less_and_their_text_stays() -> None:
 @pytest.mark.parametrize("max_batch", [1, 3, 24])
 def test_passes_that_stay_wide_change_no_text(max_batch: int) -> None:
     random = np.random.default_rng(11)
-    requests = [random_request(random) for _ in range(24)]
+    # Adaptive lengths weigh what a change costs: of sampled texts they would make another draw.
+    requests = [
+        item if item.gamma is not None or item.policy.is_greedy else replace(item, gamma=4)
+        for item in (random_request(random) for _ in range(24))
+    ]
     texts = []
     num_positions = []
     for change_ms in (0.0, 3.0):
