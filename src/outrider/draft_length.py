@@ -227,6 +227,7 @@ class Adaptive:
         self._drawn, self._copied = _Record(), _Record()
         self._emitted = self._spent = 0.0
         self._width = PassWidth(costs)
+        self._narrowest = costs.widest(1)  # asked for at every length that is weighed
         self._num_requests = 1
         self._context_ms = 0.0
         self._tokens: list[_Token] = []
@@ -339,7 +340,7 @@ class Adaptive:
         if n > 1:
             changes = 1 if length else 0
         else:  # to a width that no usual pass has, and back
-            changes = 2 if length + 1 > max(self._width.last, self._costs.widest(1)) else 0
+            changes = 2 if length + 1 > max(self._width.last, self._narrowest) else 0
         change = changes * self._costs.change_ms
         passes = self._costs.target(n * (length + 1)) + steps * step
         return passes / n + change + self._context_ms
