@@ -131,6 +131,18 @@ def test_the_first_round_goes_on_behind_a_sure_token_and_not_behind_an_unsure_on
     assert not Adaptive(dear).begin(1)([0.99, 0.9])
 
 
+def test_bad_luck_with_unsure_tokens_takes_nothing_from_the_trust_in_sure_ones() -> None:
+    length = Adaptive(Costs((1, 33), (10.0, 10.0), drafter_ms=5.0))
+    for _ in range(6):
+        length.begin(1)([0.5])
+        length.observe(1, 0)
+    assert length.begin(1)([0.95])
+    for _ in range(6):  # what sure ones do themselves is noticed
+        length.begin(1)([0.95])
+        length.observe(1, 0)
+    assert not length.begin(1)([0.95])
+
+
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("costs", [FREE, MODEL])
 def test_with_nothing_to_go_by_it_is_nearly_as_fast_as_the_best_fixed_length(

@@ -18,7 +18,8 @@ that the first j drafted tokens of this round are all accepted, draft token k if
   since all pay for the width that one of them changes.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
-* S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of;
+* S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of
+  (a drafting model is as sure as its likeliest token is likely, whatever the policy makes of it);
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
   last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
   the second half way between that and the third; they fade, and belong to one request alone:
@@ -144,9 +145,9 @@ class Share:
         self.successes = _MEMORY * self.successes + success
         self.trials = _MEMORY * self.trials + 1.0
 
-    def mean(self, guess: float) -> float:
+    def mean(self, guess: float, weight: float = _GUESS_WEIGHT) -> float:
         """The share, with a guess counted as some trials."""
-        return (self.successes + _GUESS_WEIGHT * guess) / (self.trials + _GUESS_WEIGHT)
+        return (self.successes + weight * guess) / (self.trials + weight)
 
 
 class _Token(NamedTuple):
@@ -163,9 +164,6 @@ class _Record:
         self._overall = Share()
         self._by_confidence = [Share() for _ in range(len(_EDGES) + 1)]
         self._by_previous = [Share() for _ in range(len(_EDGES) + 2)]
-        # Sum of confidences of examined tokens, remembered like a share: how far the drafter's own
-        # guesses are off on the whole.
-        self._guessed = 0.0
 
     def fade(self) -> None:
         """A round has passed that drafted from this source."""
@@ -173,7 +171,6 @@ class _Record:
         # easy stretch must not outlive it.
         for share in (self._overall, *self._by_confidence, *self._by_previous):
             share.fade()
-        self._guessed *= _FADE
 
     def add(self, confidence: float | None, previous: float | None, success: bool) -> None:
         """The fate of one examined token.
@@ -187,13 +184,13 @@ class _Record:
         self._after(previous).add(success)
         if confidence is not None:
             self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
-            self._guessed = _MEMORY * self._guessed + confidence
 
     def kept(self, confidence: float) -> float:
         """Probability that a token of that confidence is accepted."""
-        trust = (self._overall.successes + 2.0) / (self._guessed + 2.0)
-        guess = min(1.0, trust * confidence)
-        return self._by_confidence[bisect_right(_EDGES, confidence)].mean(guess)
+        share = self._by_confidence[bisect_right(_EDGES, confidence)]
+        # Of a drafter that is never as sure as it is right, no trace of its own guess may stay.
+        weight = _GUESS_WEIGHT / (1.0 + share.trials / _GUESS_WEIGHT)
+        return share.mean(confidence, weight)
 
     def next_kept(self, previous: float | None) -> float:
         """Probability that a token not drawn yet is accepted behind one of that confidence."""

@@ -138,11 +138,15 @@ class SamplingPolicy:
     @property
     def names_ids(self) -> bool:
         """Whether it matters which ids the logits are of: biases, penalties, bans, processors."""
+        return self._names_ids(too_short=self.min_new_tokens > 0)
+
+    def _names_ids(self, too_short: bool) -> bool:
+        """The same where it is known whether the output is too short to end."""
         return bool(
             self.logit_bias
             or self.banned_tokens
             or self.processors
-            or self.min_new_tokens
+            or too_short
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1
@@ -230,18 +234,11 @@ class SamplingPolicy:
         num_rows, vocab_size = scores.shape
         first = len(drafted) - (num_rows - 1)  # drafted tokens in front of row 0
         num_emitted = len(history) - history.prompt_length
-        too_short = history.end_ids and num_emitted + first < self.min_new_tokens
+        too_short = bool(history.end_ids) and num_emitted + first < self.min_new_tokens
+        if not self._names_ids(too_short):
+            return scores
         counting = self.presence_penalty or self.frequency_penalty
         repeating = self.repetition_penalty != 1
-        if not (
-            self.logit_bias
-            or self.banned_tokens
-            or self.processors
-            or too_short
-            or counting
-            or repeating
-        ):
-            return scores
 
         scores = scores.clone()
         if self.logit_bias:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.draft_length import GoOn
 from outrider.drafters.model import ModelDrafter
 from outrider.models import Feed, Prompt
 from outrider.models.toy import ToyModel, ToySequence, hashed_law
@@ -391,6 +393,34 @@ def test_a_coupled_draft_uses_the_noise_shared_with_the_target() -> None:
     [draft] = drafter_for(Watched()).propose([History([1])], [4], [SAMPLING], [noise])
     assert draft.q is not None
     assert draft.tokens == [noise.token(i, row) for i, row in enumerate(draft.q)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SamplingPolicy(),
+        SamplingPolicy(temperature=1.0),
+        SamplingPolicy(temperature=0.7, top_p=0.5),
+        SamplingPolicy(temperature=0.1),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_as_sure_as_the_model_is_of_its_likeliest_token_whatever_the_policy(
+    policy: SamplingPolicy, seed: int
+) -> None:
+    model, history = Watched(), History([2, 4])
+    heard: list[list[float]] = []
+
+    def go_on(confidences: Sequence[float], *_: object) -> bool:
+        heard.append(list(confidences))
+        return True
+
+    [draft] = drafter_for(model, 7).propose(
+        [history], [4], [policy], [Witness(seed, 3)], [cast(GoOn, go_on)]
+    )
+    prefixes = [[*history.tokens, *draft.tokens[:i]] for i in range(3)]
+    wanted = [float(model.law(prefix).softmax(-1).max()) for prefix in prefixes]
+    assert heard[-1] == pytest.approx(wanted)
 
 
 # Several requests at once

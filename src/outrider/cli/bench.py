@@ -82,7 +82,9 @@ def bench(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write rows and provenance here; an interrupted call can go on."),
+        typer.Option(
+            help="Write rows and provenance here, over what was; an interrupted call can go on."
+        ),
     ] = None,
     engine: EngineOption = "auto",
     dtype: DtypeOption = "auto",

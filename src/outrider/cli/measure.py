@@ -96,7 +96,9 @@ def measure(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the measurement here; an interrupted call can go on."),
+        typer.Option(
+            help="Write the measurement here, over what was; an interrupted call can go on."
+        ),
     ] = None,
     engine: EngineOption = "auto",
     dtype: DtypeOption = "auto",

@@ -45,8 +45,8 @@ class Drawn(NamedTuple):
     Attributes:
         token: its id.
         law: [V], what it was drawn from; None for the point mass of a greedy policy.
-        surety: the model's probability of it; under a greedy policy before it was made a point
-            mass, which says nothing of how close the choice was.
+        surety: how probable the model finds its likeliest token, before the policy. What the policy
+            makes of a law says little of how near the target's is: a point mass, nothing.
     """
 
     token: int
@@ -130,11 +130,9 @@ class ModelDrafter:
                     if policy.is_greedy:
                         law = None
                         [token] = policy.choices(row, sequence, drafted)
-                        sure = float(row[0].softmax(-1)[token])
                     else:
                         law = policy.probs(row, sequence, drafted)
                         token = noise.draft(len(drafted), law[0])
-                        sure = float(law[0, token])
                 except NothingToDraw:  # what the policy allows, this vocabulary does not have
                     continue
                 except NumericalError as error:
@@ -144,7 +142,8 @@ class ModelDrafter:
                 if few is not None:
                     token = int(few.kept[token])
                     law = None if law is None else few.spread(law, 0.0)
-                drawn[i] = Drawn(token, None if law is None else law[0], sure)
+                surety = math.exp(float(row.max() - row.logsumexp(-1)))
+                drawn[i] = Drawn(token, None if law is None else law[0], surety)
         return drawn
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
