@@ -216,6 +216,25 @@ def test_where_the_gain_ends_is_said(printed: Callable[..., str]) -> None:
     assert "gain up to batch 2 (1.50x)" in printed(a_row(), a_row(batch=2))
 
 
+def test_adaptive_lengths_are_held_against_the_best_fixed_ones(
+    printed: Callable[..., str],
+) -> None:
+    """Fixed lengths of 2 and 4, each the best one of a task; plain decoding takes 45 and 60."""
+    times = {"adaptive": (30.0, 20.0), 2: (29.4, 40.0), 4: (45.0, 25.0)}
+    rows = [
+        a_row(task=task, gamma=gamma, plain_ms_per_token=plain, ms_per_token=ms)
+        for gamma, both in times.items()
+        for task, plain, ms in zip(("chat", "summary"), (45.0, 60.0), both, strict=True)
+    ]
+    text = " ".join(printed(*rows).split())
+    assert "gamma adaptive: 2.10x over all, the best fixed gamma, 2, 1.51x (+38.8%)" in text
+    assert "against the best of each task -2.0% at worst (chat)" in text
+    others = [a_row(gamma=2, temperature=1.0), a_row(gamma=2, drafter="ngram"), a_row(gamma=0)]
+    assert "best fixed" not in printed(a_row(), *others)
+    many = [a_row(batch=n, gamma=gamma) for n in (1, 2) for gamma in ("adaptive", 3)]
+    assert "gamma adaptive, batch 2: 1.50x over all" in " ".join(printed(*many).split())
+
+
 def test_predictions_within_a_tenth_are_counted(printed: Callable[..., str]) -> None:
     text = printed(a_row(), a_row(task="summary", predicted_speedup=1.7))
     assert "predicted within 10 % of measured in 1 of 2 rows" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -150,6 +150,7 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         if len(by_batch) > 1:
             means = {batch: _mean(speedups) for batch, speedups in by_batch.items()}
             lines.append(f"{_condition(rows, members[0])}: {_where_the_gain_ends(means)}")
+        lines += _adaptive_against_fixed(rows, members)
     near = sum(abs(row.predicted_speedup / row.speedup - 1.0) <= _NEAR for row in rows)
     return [
         *lines,
@@ -157,6 +158,41 @@ def _summary(rows: Sequence[Row]) -> list[str]:
         "plain, spec: ms per emitted token, prompts included; per call: per target pass",
         "95 %: interval of the speed-up, + where all of it is above 1, - below 1",
     ]
+
+
+def _adaptive_against_fixed(rows: Sequence[Row], members: Sequence[Row]) -> list[str]:
+    """A line for every batch size at which these adaptive rows were run beside fixed lengths."""
+    lines = []
+    for batch in sorted({row.batch for row in members if row.gamma is None}):
+        adaptive = {row.task: row for row in members if row.batch == batch}
+        first = members[0]
+        fixed: dict[int, dict[str, Row]] = {}
+        for row in rows:
+            same = (row.temperature, row.drafter, row.rule, row.batch)
+            if row.gamma and same == (first.temperature, first.drafter, first.rule, batch):
+                fixed.setdefault(row.gamma, {})[row.task] = row
+        if not fixed:
+            continue
+        best = max(fixed, key=lambda gamma: _over_all(fixed[gamma].values()))
+        ours, theirs = _over_all(adaptive.values()), _over_all(fixed[best].values())
+        gains = {
+            task: min(other[task].ms_per_token for other in fixed.values()) / row.ms_per_token - 1.0
+            for task, row in adaptive.items()
+        }
+        worst = min(gains, key=gains.__getitem__)
+        of_batch = f", batch {batch}" if len({row.batch for row in rows}) > 1 else ""
+        lines.append(
+            f"{_condition(rows, first)}{of_batch}: {ours:.2f}x over all, the best fixed gamma, "
+            f"{best}, {theirs:.2f}x ({ours / theirs - 1.0:+.1%}); against the best of each task "
+            f"{gains[worst]:+.1%} at worst ({worst})"
+        )
+    return lines
+
+
+def _over_all(rows: Iterable[Row]) -> float:
+    """Speed-up where every task counts with as many tokens."""
+    rows = list(rows)
+    return sum(row.plain_ms_per_token for row in rows) / sum(row.ms_per_token for row in rows)
 
 
 def _where_the_gain_ends(means: dict[int, float]) -> str:
