@@ -10,9 +10,10 @@ import pytest
 
 import test_cli
 from models.test_checkpoints import TEMPLATE, byte_level, llama, save
-from outrider.cli.distill import PROVENANCE, parse_count, parse_policies
+from outrider.cli.distill import parse_count, parse_policies
 from outrider.errors import UsageError
 from outrider.training import distillation
+from outrider.training.card import PROVENANCE
 from outrider.training.distillation import Plan
 from outrider.training.writing import POLICIES, DrawPolicy
 from test_cli import Run, assert_refused

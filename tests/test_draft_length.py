@@ -126,21 +126,23 @@ def test_the_first_round_goes_on_behind_a_sure_token_and_not_behind_an_unsure_on
     assert Adaptive(costs).begin(1)([0.9, 0.99])
     assert not Adaptive(costs).begin(1)([0.9, 0.1])
     # Of two drafts that are as likely to stand so far, the one that ends surer goes on longer.
-    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=7.3)
+    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=6.4)
     assert Adaptive(dear).begin(1)([0.9, 0.99])
     assert not Adaptive(dear).begin(1)([0.99, 0.9])
 
 
 def test_bad_luck_with_unsure_tokens_takes_nothing_from_the_trust_in_sure_ones() -> None:
-    length = Adaptive(Costs((1, 33), (10.0, 10.0), drafter_ms=5.0))
-    for _ in range(6):
-        length.begin(1)([0.5])
-        length.observe(1, 0)
-    assert length.begin(1)([0.95])
-    for _ in range(6):  # what sure ones do themselves is noticed
-        length.begin(1)([0.95])
-        length.observe(1, 0)
-    assert not length.begin(1)([0.95])
+    def after(num_failed: int, confidence: float) -> Adaptive:
+        length = Adaptive(Costs((1, 33), (10.0, 10.0), drafter_ms=4.0))
+        for _ in range(num_failed):
+            length.begin(1)([confidence])
+            length.observe(1, 0)
+        return length
+
+    assert after(3, 0.5).begin(1)([0.95])
+    # What sure ones do themselves is noticed, and then other sure ones are doubted too.
+    assert not after(6, 0.95).begin(1)([0.95])
+    assert not after(6, 0.95).begin(1)([0.8])
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])

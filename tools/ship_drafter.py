@@ -16,10 +16,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from outrider.cli.distill import PROVENANCE
 from outrider.drafters.registry import FOLDER, INDEX, target_fingerprint
 from outrider.models import check_same_tokenizer, load_model
 from outrider.models.compact import fold
+from outrider.training.card import PROVENANCE
 
 MOST_MB = 16.0
 

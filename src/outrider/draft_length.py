@@ -33,6 +33,7 @@ section 3.5 and section 6; the paper's oracle of section 3.5 is the most it can 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
@@ -48,7 +49,7 @@ LONGEST = 32
 # Chosen on recorded texts of two real pairs, with and without a drafting model; docs/log.md has
 # what else was tried.
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
-_FIRST_GUESS = 0.7
+_FIRST_GUESS = 0.5
 _GUESS_WEIGHT = 6.0
 _MEMORY = 0.98
 _FADE = 0.98
@@ -140,10 +141,10 @@ class Share:
         self.successes *= _FADE
         self.trials *= _FADE
 
-    def add(self, success: bool) -> None:
-        """One more trial."""
+    def add(self, success: bool, trials: float = 1.0) -> None:
+        """One more trial, or what counts as that many."""
         self.successes = _MEMORY * self.successes + success
-        self.trials = _MEMORY * self.trials + 1.0
+        self.trials = _MEMORY * self.trials + trials
 
     def mean(self, guess: float, weight: float = _GUESS_WEIGHT) -> float:
         """The share, with a guess counted as some trials."""
@@ -164,12 +165,14 @@ class _Record:
         self._overall = Share()
         self._by_confidence = [Share() for _ in range(len(_EDGES) + 1)]
         self._by_previous = [Share() for _ in range(len(_EDGES) + 2)]
+        # As trials, the drafter's own guesses; as successes, what came of them.
+        self._guesses = Share()
 
     def fade(self) -> None:
         """A round has passed that drafted from this source."""
         # All fade, also those that this round says nothing of: what was true of long drafts in an
         # easy stretch must not outlive it.
-        for share in (self._overall, *self._by_confidence, *self._by_previous):
+        for share in (self._overall, self._guesses, *self._by_confidence, *self._by_previous):
             share.fade()
 
     def add(self, confidence: float | None, previous: float | None, success: bool) -> None:
@@ -184,13 +187,20 @@ class _Record:
         self._after(previous).add(success)
         if confidence is not None:
             self._by_confidence[bisect_right(_EDGES, confidence)].add(success)
+            self._guesses.add(success, confidence)
 
     def kept(self, confidence: float) -> float:
         """Probability that a token of that confidence is accepted."""
         share = self._by_confidence[bisect_right(_EDGES, confidence)]
         # Of a drafter that is never as sure as it is right, no trace of its own guess may stay.
         weight = _GUESS_WEIGHT / (1.0 + share.trials / _GUESS_WEIGHT)
-        return share.mean(confidence, weight)
+        return share.mean(self._trust() * confidence, weight)
+
+    def _trust(self) -> float:
+        """1, or how far the drafter's guesses must be off: by more than chance explains."""
+        right, guessed = self._guesses.successes, self._guesses.trials
+        most = right + math.sqrt(right) + 1.5
+        return most / guessed if guessed > most else 1.0
 
     def next_kept(self, previous: float | None) -> float:
         """Probability that a token not drawn yet is accepted behind one of that confidence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -21,6 +22,7 @@ from outrider.models.trimmed import TrimmedModel, Vocabulary, read_vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
+from outrider.training.card import PROVENANCE
 from outrider.training.distillation import Plan
 from outrider.training.learning import Recipe, lessons
 from outrider.training.runs import written_text
@@ -197,15 +199,20 @@ def test_a_vocabulary_without_room_for_special_ids_is_refused_before_text_is_wri
     assert not (tmp_path / "drafter").exists()
 
 
-def test_a_drafter_goes_on_learning_from_more_text(made: Path, tmp_path: Path) -> None:
-    plan = Plan(
+def going_on(earlier: Path) -> Plan:
+    """One step of training more."""
+    return Plan(
         tokens=600,
         recipe=replace(PLAN.recipe, epochs=0.01),
         rows=PLAN.rows,
         passes=PLAN.passes,
         seed=PLAN.seed + 1,
-        begin_as=str(made),
+        begin_as=str(earlier),
     )
+
+
+def test_a_drafter_goes_on_learning_from_more_text(made: Path, tmp_path: Path) -> None:
+    plan = going_on(made)
     run(tmp_path / "drafter", plan)
     before, after = (read_vocabulary(folder) for folder in (made, tmp_path / "drafter"))
     assert before is not None
@@ -220,7 +227,26 @@ def test_a_drafter_goes_on_learning_from_more_text(made: Path, tmp_path: Path) -
         far = max(far, float((a - b).detach().abs().max()))
     # One step of training away, and not begun anew.
     assert 0.0 < far < 10 * plan.recipe.rate
-    assert "begun as drafter" in (tmp_path / "drafter" / "README.md").read_text()
+    assert "* Begun as drafter.\n" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+def test_the_card_tells_of_all_drafters_that_one_goes_back_to(made: Path, tmp_path: Path) -> None:
+    def told(tokens: int, begin_as: object) -> dict[str, object]:
+        recipe = {"loss": "tv", "rate": 0.01, "epochs": 2.5}
+        arguments = {"tokens": tokens, "recipe": recipe, "seed": 4, "begin_as": begin_as}
+        return {"arguments": arguments}
+
+    first = tmp_path / "first"
+    shutil.copytree(made, first, ignore=shutil.ignore_patterns("making"))
+    (first / PROVENANCE).write_text(json.dumps(told(7000, told(5000, ""))))
+    run(tmp_path / "drafter", going_on(first))
+    card = " ".join((tmp_path / "drafter" / "README.md").read_text().split())
+    both = card[card.index("* Begun as") :]
+    for tokens in (7000, 5000):
+        assert (
+            f"* Begun as a drafter made in the same way from {tokens} tokens: loss tv, learning "
+            "rate 0.01, 2.5 epochs, seed 4."
+        ) in both
 
 
 @pytest.mark.parametrize(

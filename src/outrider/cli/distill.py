@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     from outrider.training.distillation import Plan, Progress
     from outrider.training.writing import DrawPolicy
 
-__all__ = ["PROVENANCE", "distill"]
-
-PROVENANCE = "provenance.json"
-"""Beside a drafter: settings, versions, machine and date."""
+__all__ = ["distill"]
 
 _TOLD_EVERY_S = 10.0
 
@@ -200,13 +197,14 @@ def _write_provenance(out: Path, plan: Plan, made: Mapping[str, float], **model:
     """Keep where a drafter comes from beside it."""
     from outrider.measure.provenance import provenance
     from outrider.models.cache import written_whole
+    from outrider.training.card import PROVENANCE, earlier_provenance
 
     arguments = {
         **model,
         **asdict(plan),
         "prompts": len(set(plan.prompts)),
         "also_from": len(plan.also_from),
-        "begin_as": Path(plan.begin_as).name,
+        "begin_as": earlier_provenance(plan.begin_as) or Path(plan.begin_as).name,
         "time_limit": None if math.isinf(plan.time_limit) else plan.time_limit,
     }
     facts = provenance(arguments, finished=f"{datetime.now(UTC):%Y-%m-%d}", **made)

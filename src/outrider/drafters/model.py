@@ -142,7 +142,7 @@ class ModelDrafter:
                 if few is not None:
                     token = int(few.kept[token])
                     law = None if law is None else few.spread(law, 0.0)
-                surety = math.exp(float(row.max() - row.logsumexp(-1)))
+                surety = float(row.softmax(-1).max())
                 drawn[i] = Drawn(token, None if law is None else law[0], surety)
         return drawn
 

@@ -24,16 +24,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.errors import UsageError
 from outrider.models import Model
 from outrider.models.cache import written_whole
 from outrider.models.checkpoints import quietly
 from outrider.models.trimmed import Vocabulary, tokenizer_digest, write_vocabulary
+from outrider.training.card import card_of
 from outrider.training.conversations import Frame, chat_frame
-from outrider.training.learning import Evaluation, Lesson, Point, Recipe, lessons, train
-from outrider.training.runs import WrittenText, open_run, written_text
+from outrider.training.learning import Evaluation, Lesson, Recipe, lessons, train
+from outrider.training.runs import open_run, written_text
 from outrider.training.shards import Shard, read_shard, shard_file, shards_in, write_shard
 from outrider.training.student import (
     StudentShape,
@@ -266,7 +267,7 @@ def distil(
     judged = course[-1].judged
     asked = _num_asked(target, prompts, shards)
     num_taught = sum(len(lesson.places) for lesson in material.taught)
-    card = _card(target, plan, student.config, course, num_taught, others, asked)
+    card = card_of(target, plan, student.config, course, num_taught, others, asked)
     try:
         with written_whole(folder / "README.md") as unfinished:
             unfinished.write_text(card, encoding="utf-8")
@@ -289,61 +290,6 @@ def save_drafter(student: LlamaForCausalLM, vocabulary: Vocabulary, folder: Path
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot write the drafter in {folder}: {reason}") from error
-
-
-def _card(
-    target: Model,
-    plan: Plan,
-    form: LlamaConfig,
-    course: Sequence[Point],
-    num_taught: int,
-    others: Sequence[WrittenText],
-    num_asked: int,
-) -> str:
-    """What there is to know about a drafter."""
-    judged = course[-1].judged
-    turns = "users' turns of its own"
-    if num_asked:
-        turns = f"{num_asked} given prompts and to {turns}"
-    policies = dict.fromkeys([*plan.policies, *(p for other in others for p in other.policies)])
-    drawn = ", ".join(map(str, policies))
-    begun = f", begun as {Path(plan.begin_as).name}" if plan.begin_as else ""
-    if others:
-        drawn += f", some from {len(others)} other run{'s' * (len(others) > 1)}"
-    return f"""# A drafter for {target.name}
-
-Made by `outrider distill`. It proposes tokens that {target.name} checks (speculative decoding), and
-is no use by itself.
-
-* Form: Llama, {form.num_hidden_layers} layers of width {form.hidden_size}, {form.vocab_size} of the
-  target's {target.vocab_size} ids (`vocabulary.safetensors`); the others it reads as the closest of
-  these and never proposes.
-* Data: {num_taught} tokens of the target's own text: answers to {turns}, at temperatures
-  {drawn}; no other text. After a slash stands top-p.
-* Recipe: loss {plan.recipe.loss}, learning rate {plan.recipe.rate:g}, {plan.recipe.epochs:g}
-  epochs, seed {plan.seed}{begun}.
-* On {judged.num_tokens} tokens held out: alpha {judged.alpha:.3f} at temperature 1; its most likely
-  id is the target's in {judged.greedy:.3f} of them.
-* On the way there, epochs counted, on some of these tokens:
-
-| tokens learnt from | alpha | greedy |
-|---|---|---|
-{_course_table(course)}
-
-Its weights come from the target's, and what holds for their licence holds for these.
-"""
-
-
-def _course_table(course: Sequence[Point]) -> str:
-    """Some of the points, each with about twice the tokens of the one before, and the last."""
-    chosen: list[Point] = []
-    for point in reversed(course):
-        if not chosen or 1.9 * point.num_learnt <= chosen[-1].num_learnt:
-            chosen.append(point)
-    return "\n".join(
-        f"| {point.num_learnt} | {point.judged.alpha:.3f} | {point.judged.greedy:.3f} |"
-        for point in reversed(chosen)
-    )
 
 
 def _encoded(target: Model, plan: Plan) -> list[list[list[int]]]:
