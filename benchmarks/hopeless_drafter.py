@@ -1,7 +1,7 @@
 """A drafter that is sure and wrong: what does speculation cost at worst?
 
     python benchmarks/hopeless_drafter.py FOLDER [--seed N]
-    outrider bench --drafter FOLDER --temperatures 0,1
+    outrider bench --drafter FOLDER --drafter-dtype int8 --temperatures 0,1
 
 The shipped drafter, reading as it does, with its ids shuffled in what it says: as dear, as sure of
 itself, and right by chance alone. Adaptive lengths should notice and leave the target alone.
