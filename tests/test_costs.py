@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -71,19 +71,34 @@ def test_a_pass_costs_no_more_than_a_wider_one_that_it_can_be_filled_up_to(
     assert costs.change_ms == 4.0
 
 
-def test_a_drafter_step_is_the_mean_of_one_behind_the_target_and_one_behind_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drafter = ToyModel(hashed_law(5, seed=2), 5)
+class Noting(ToyModel):
+    """Takes some milliseconds a position, and notes its name and the width of every pass."""
 
-    def time(model: ToyModel, *_: object, before: Callable[[], object] | None = None, **__: object):  # type: ignore[no-untyped-def]
-        if before is not None:
-            before()
-        return (1.5, 0.5) if model is drafter else (9.0, 8.0)
+    def __init__(self, name: str, ms: float, passes: list[tuple[str, int]]) -> None:
+        super().__init__(hashed_law(5, seed=1), 5)
+        self.name, self._ms, self._passes = name, ms, passes
 
-    monkeypatch.setattr(costs_module, "time_passes", time)
-    costs = measure_costs(MODEL, drafter, positions=(1, 2), context=8, repeats=2)
-    assert costs.drafter_ms == 1.0
+    def score(self, feeds: Sequence[Feed]) -> Tensor:
+        width = sum(len(feed.tokens) for feed in feeds)
+        self._passes.append((self.name, width))
+        time.sleep(1e-3 * self._ms * width)
+        return super().score(feeds)
+
+
+def test_the_first_step_of_a_draft_is_told_apart_from_those_behind_it() -> None:
+    class Displaced(Noting):
+        """Takes 4 ms more behind another model's pass."""
+
+        def score(self, feeds: Sequence[Feed]) -> Tensor:
+            time.sleep(0.004 * (self._passes[-1:] != [(self.name, 1)]))
+            return super().score(feeds)
+
+    passes: list[tuple[str, int]] = []
+    drafter, target = Displaced("drafter", 1.0, passes), Noting("target", 3.0, passes)
+    costs = measure_costs(target, drafter, positions=(1, 2), context=2, repeats=3)
+    assert costs.drafter_ms == pytest.approx(1.0, rel=0.3)
+    assert costs.drafter_begins_ms == pytest.approx(4.0, rel=0.2)
+    assert measure_costs(target, None, positions=(1, 2), repeats=1).drafter_begins_ms == 0.0
 
 
 def test_what_a_cached_token_adds_to_a_pass_is_told_apart() -> None:
@@ -121,20 +136,6 @@ def test_what_a_change_of_width_takes_is_told_apart() -> None:
     assert costs.change_ms == pytest.approx(6.0, rel=0.25)
     only = measure_costs(model, None, positions=(1,), context=4, repeats=3)
     assert (only.target(1), only.change_ms) == (pytest.approx(2.0, rel=0.25), 0.0)
-
-
-class Noting(ToyModel):
-    """Takes some milliseconds a position, and notes its name and the width of every pass."""
-
-    def __init__(self, name: str, ms: float, passes: list[tuple[str, int]]) -> None:
-        super().__init__(hashed_law(5, seed=1), 5)
-        self.name, self._ms, self._passes = name, ms, passes
-
-    def score(self, feeds: Sequence[Feed]) -> Tensor:
-        width = sum(len(feed.tokens) for feed in feeds)
-        self._passes.append((self.name, width))
-        time.sleep(1e-3 * self._ms * width)
-        return super().score(feeds)
 
 
 def test_drafter_steps_come_before_target_passes_over_several_positions() -> None:

@@ -69,14 +69,35 @@ def test_a_hopeless_drafter_costs_little(costs: Costs) -> None:
     assert sum(drafted == 0 for drafted, _ in played) > 80
 
 
-def test_a_hopeless_drafter_is_tried_again_at_growing_intervals() -> None:
-    played = play(Adaptive(MODEL), lambda *_: False, num_rounds=600)
+@pytest.mark.parametrize(("dear", "interval"), [(0.2, 45), (0.4, 90)])
+def test_a_hopeless_drafter_is_tried_again_the_more_seldom_the_more_it_costs(
+    dear: float, interval: int
+) -> None:
+    costs = Costs((1, 33), (1.0, 2.6), drafter_ms=dear)
+    played = play(Adaptive(costs), lambda *_: False, num_rounds=800)
     tried = [number for number, (drafted, _) in enumerate(played) if drafted]
-    gaps = [b - a for a, b in pairwise(tried)]
-    late = gaps[-4:]
-    assert late == sorted(late)
-    assert late[0] >= 32
-    assert late[-1] <= 129
+    late = [b - a for a, b in pairwise(tried)][-6:]
+    assert late == pytest.approx([interval] * 6, rel=0.3)
+
+
+def test_an_unlucky_beginning_does_not_end_drafting() -> None:
+    """Of twelve first tokens one is accepted, where half of those to come would be."""
+    costs = Costs((1, 6, 33), (13.3, 13.3, 31.9), drafter_ms=0.8, drafter_begins_ms=0.8)
+    lucky = [2, *range(12, 60, 2)]
+    played = play(
+        Adaptive(costs), lambda number, _: number in lucky, num_rounds=60, surety=lambda *_: 0.3
+    )
+    assert all(drafted for drafted, _ in played)
+    assert all(
+        drafted == 0 for drafted, _ in play(Adaptive(costs), lambda *_: False, num_rounds=60)[20:30]
+    )
+
+
+def test_the_first_step_of_a_draft_may_cost_more_than_the_others() -> None:
+    costs = Costs((1, 33), (10.0, 10.0), drafter_ms=2.0, drafter_begins_ms=12.0)
+    assert not Adaptive(costs).begin(1)([])  # where the next ones are not better either
+    assert Adaptive(costs).begin(1)([0.9])
+    assert Adaptive(costs).begin(1)([], [0.9])  # a copy needs no step
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
@@ -126,7 +147,7 @@ def test_the_first_round_goes_on_behind_a_sure_token_and_not_behind_an_unsure_on
     assert Adaptive(costs).begin(1)([0.9, 0.99])
     assert not Adaptive(costs).begin(1)([0.9, 0.1])
     # Of two drafts that are as likely to stand so far, the one that ends surer goes on longer.
-    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=6.4)
+    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=5.2)
     assert Adaptive(dear).begin(1)([0.9, 0.99])
     assert not Adaptive(dear).begin(1)([0.99, 0.9])
 

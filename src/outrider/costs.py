@@ -27,7 +27,7 @@ __all__ = ["Costs", "kept_costs", "measure_context", "measure_costs", "time_pass
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _FAR = 512
-_FORMAT = "costs 7"
+_FORMAT = "costs 8"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Costs:
     Attributes:
         positions: numbers of positions that were measured, rising, the first of them 1.
         target_ms: a target pass over that many positions.
-        drafter_ms: one drafter step; for a drafter without a model, what a draft takes.
+        drafter_ms: one drafter step behind another; for a drafter without a model, what a draft
+            takes.
         context: tokens cached before those positions.
         change_ms: what a pass takes on top when the pass before it had another number of positions;
             an engine prepares for the shapes of a pass, and for the same again it has done so.
@@ -45,6 +46,8 @@ class Costs:
             what a prompt takes to read on top, as a share.
         context_ms: what a pass takes on top for every further token that is cached, of any
             sequence in it: its keys and values are read too.
+        drafter_begins_ms: what the first step of a draft takes on top: the target's pass before it
+            has pushed the drafter's weights out of the processor's caches.
     """
 
     positions: tuple[int, ...] = (1, 33)
@@ -54,6 +57,7 @@ class Costs:
     change_ms: float = 0.0
     drafter_reads: float = 0.0
     context_ms: float = 0.0
+    drafter_begins_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no curve; UsageError."""
@@ -62,7 +66,7 @@ class Costs:
             raise UsageError(f"positions must rise from 1, not {self.positions!r}")
         if len(self.target_ms) != len(self.positions) or min(self.target_ms) <= 0.0:
             raise UsageError("target_ms must hold a time above 0 for each of the positions")
-        for name in ("drafter_ms", "change_ms", "drafter_reads", "context_ms"):
+        for name in ("drafter_ms", "change_ms", "drafter_reads", "context_ms", "drafter_begins_ms"):
             if getattr(self, name) < 0.0:
                 raise UsageError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
 
@@ -118,15 +122,7 @@ def kept_costs(target: Model, drafter: Model | None, notify: Callable[[str], Non
     file = cache_folder() / "costs" / f"{name}-{digest}" / "costs.json"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, UsageError):
         kept = json.loads(file.read_text())
-        return Costs(
-            tuple(kept["positions"]),
-            tuple(kept["target_ms"]),
-            drafter_ms=kept["drafter_ms"],
-            context=kept["context"],
-            change_ms=kept["change_ms"],
-            drafter_reads=kept["drafter_reads"],
-            context_ms=kept["context_ms"],
-        )
+        return Costs(**kept | {name: tuple(kept[name]) for name in ("positions", "target_ms")})
     notify(f"timing passes of {name} once, for the draft length")
     # Whatever else ran meanwhile shall not be kept: the least disturbed turn counts.
     costs = measure_costs(target, drafter, repeats=3, typical=min)
@@ -177,47 +173,54 @@ def measure_costs(
     kept = [n for n in positions if n <= room] or [1]
     changed: dict[int, list[float]] = {n: [] for n in kept}
     times: dict[int, list[float]] = {n: [] for n in kept}
+    begun: list[float] = []
     steps: list[float] = []
     reads: list[float] = []
-    for turn in range(repeats + 1):
-        taken: list[float] = []
-
-        def draft(taken: list[float] = taken) -> None:
-            assert drafter is not None
-            behind = min(context, drafter.context_length - 1)
-            # The first comes behind a target pass, the second behind the first, as in a draft.
-            passes = time_passes(drafter, 1, context=behind, num_sequences=num_sequences)
-            taken.append(statistics.mean(passes))
-
-        for n in kept:
-            first, second = time_passes(
-                target,
-                n,
-                context=context,
-                num_sequences=num_sequences,
-                before=None if drafter is None or n == 1 else draft,
-            )
-            if turn:
-                changed[n].append(first)
-                times[n].append(second)
+    with contextlib.ExitStack() as opened:
+        drafted = []
         if drafter is not None:
-            draft()
-            many = min(kept[-1], drafter.context_length)
-            _, read_ms = time_passes(
-                drafter,
-                many,
-                context=min(context, drafter.context_length - many),
-                num_sequences=num_sequences,
-            )
-            if turn:
-                steps += taken
-                reads.append(read_ms)
+            behind = min(context, drafter.context_length - 1)
+            drafted = opened.enter_context(_cached(drafter, [behind] * num_sequences, 1))
+
+        def draft() -> None:
+            """The first step comes behind a target pass, the second behind the first."""
+            assert drafter is not None
+            first, second = _two_passes(drafter, drafted, 1)
+            begun.append(first)
+            steps.append(second)
+
+        for turn in range(repeats + 1):
+            if turn == 1:
+                del begun[:], steps[:]
+            for n in kept:
+                first, second = time_passes(
+                    target,
+                    n,
+                    context=context,
+                    num_sequences=num_sequences,
+                    before=None if drafter is None or n == 1 else draft,
+                )
+                if turn:
+                    changed[n].append(first)
+                    times[n].append(second)
+            if drafter is not None:
+                draft()
+                many = min(kept[-1], drafter.context_length)
+                _, read_ms = time_passes(
+                    drafter,
+                    many,
+                    context=min(context, drafter.context_length - many),
+                    num_sequences=num_sequences,
+                )
+                if turn:
+                    reads.append(read_ms)
     # A pass may be filled up to more positions (`pass_width`): where the measured curve falls, by
     # chance or since a kernel likes another width better, the wider pass is the price of both.
     curve = [typical(times[n]) for n in kept]
     for k in range(len(curve) - 2, -1, -1):
         curve[k] = min(curve[k], curve[k + 1])
     drafter_ms = typical(steps) if steps else 0.0
+    begins_ms = max(0.0, typical(begun) - drafter_ms) if begun else 0.0
     drafter_reads = typical(reads) / curve[-1] if reads else 0.0
     change_ms = 0.0
     if len(kept) > 1:
@@ -228,7 +231,15 @@ def measure_costs(
             for first, second in zip(changed[n], times[n], strict=True)
         )
         change_ms = max(0.0, statistics.median(first - second for first, second in pairs))
-    return Costs(tuple(kept), tuple(curve), drafter_ms, context, change_ms, drafter_reads)
+    return Costs(
+        tuple(kept),
+        tuple(curve),
+        drafter_ms,
+        context,
+        change_ms,
+        drafter_reads,
+        drafter_begins_ms=begins_ms,
+    )
 
 
 def measure_context(
@@ -274,17 +285,28 @@ def time_passes(
         before: called before each of the two.
     """
     with _cached(model, [context] * num_sequences, num_positions) as sequences:
-        feeds = [Feed(table, following, num_positions) for table, following in sequences]
-        taken = []
-        for _ in range(2):
-            if before is not None:
-                before()
-            started = time.perf_counter()
-            model.score(feeds)
-            taken.append(1e3 * (time.perf_counter() - started))
-            for table, _ in sequences:
-                table.rollback(context)
-        return taken[0], taken[1]
+        return _two_passes(model, sequences, num_positions, before)
+
+
+def _two_passes(
+    model: Model,
+    sequences: Sequence[tuple[CachedSequence, list[int]]],
+    num_positions: int,
+    before: Callable[[], object] | None = None,
+) -> tuple[float, float]:
+    """Milliseconds of two equal passes over so many positions of each of some sequences."""
+    feeds = [Feed(table, following, num_positions) for table, following in sequences]
+    lengths = [table.length for table, _ in sequences]
+    taken = []
+    for _ in range(2):
+        if before is not None:
+            before()
+        started = time.perf_counter()
+        model.score(feeds)
+        taken.append(1e3 * (time.perf_counter() - started))
+        for (table, _), length in zip(sequences, lengths, strict=True):
+            table.rollback(length)
+    return taken[0], taken[1]
 
 
 @contextlib.contextmanager

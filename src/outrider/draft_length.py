@@ -19,15 +19,19 @@ that the first j drafted tokens of this round are all accepted, draft token k if
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of
-  (a drafting model is as sure as its likeliest token is likely, whatever the policy makes of it);
+  (a drafting model is as sure as its likeliest token is likely, whatever the policy makes of it,
+  and is right a little less often than it is sure);
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
   last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
   the second half way between that and the third; they fade, and belong to one request alone:
   nothing is carried over to another. A drafter that copies some tokens and draws others has these
   numbers twice.
 
-Where no draft is worth it, none is made; now and then one is tried, at growing intervals, so that
-a text that becomes predictable is noticed (Leviathan et al. 2023 leave a varying gamma open, in
+Where no draft is worth it, none is made. But a first token is tried as long as it may be worth it,
+chance allowed for (optimism in the face of uncertainty, Lai and Robbins 1985): a few unlucky rounds
+at the beginning say little. What was seen fades in rounds without drafts as well, so now and then
+one is tried, the more seldom the more it costs, and a text that becomes predictable is noticed
+(Leviathan et al. 2023 leave a varying gamma open, in
 section 3.5 and section 6; the paper's oracle of section 3.5 is the most it can bring).
 """
 
@@ -53,7 +57,9 @@ _FIRST_GUESS = 0.5
 _GUESS_WEIGHT = 6.0
 _MEMORY = 0.98
 _FADE = 0.98
-_FIRST_PROBE, _LAST_PROBE = 16, 128
+_FADE_UNUSED = 0.995
+_BELIEF = 0.9
+_MISSED_BY_GUESSES, _MISSED_BY_TRIES = 1.5, 0.7
 
 
 class GoOn(Protocol):
@@ -136,10 +142,10 @@ class Share:
         self.successes = successes
         self.trials = trials
 
-    def fade(self) -> None:
-        """All trials so far count less."""
-        self.successes *= _FADE
-        self.trials *= _FADE
+    def fade(self, to: float) -> None:
+        """All trials so far count less: `to` of what they did."""
+        self.successes *= to
+        self.trials *= to
 
     def add(self, success: bool, trials: float = 1.0) -> None:
         """One more trial, or what counts as that many."""
@@ -149,6 +155,15 @@ class Share:
     def mean(self, guess: float, weight: float = _GUESS_WEIGHT) -> float:
         """The share, with a guess counted as some trials."""
         return (self.successes + weight * guess) / (self.trials + weight)
+
+    def at_most(self, missed: float) -> float:
+        """What the share may be at most, chance allowed for.
+
+        Args:
+            missed: successes that may be expected where chance brought none.
+        """
+        most = self.successes + math.sqrt(self.successes) + missed
+        return most / self.trials if self.trials > most else 1.0
 
 
 class _Token(NamedTuple):
@@ -168,12 +183,12 @@ class _Record:
         # As trials, the drafter's own guesses; as successes, what came of them.
         self._guesses = Share()
 
-    def fade(self) -> None:
-        """A round has passed that drafted from this source."""
+    def fade(self, to: float) -> None:
+        """A round has passed."""
         # All fade, also those that this round says nothing of: what was true of long drafts in an
         # easy stretch must not outlive it.
         for share in (self._overall, self._guesses, *self._by_confidence, *self._by_previous):
-            share.fade()
+            share.fade(to)
 
     def add(self, confidence: float | None, previous: float | None, success: bool) -> None:
         """The fate of one examined token.
@@ -194,13 +209,11 @@ class _Record:
         share = self._by_confidence[bisect_right(_EDGES, confidence)]
         # Of a drafter that is never as sure as it is right, no trace of its own guess may stay.
         weight = _GUESS_WEIGHT / (1.0 + share.trials / _GUESS_WEIGHT)
-        return share.mean(self._trust() * confidence, weight)
+        return share.mean(_BELIEF * self._trust() * confidence, weight)
 
     def _trust(self) -> float:
         """1, or how far the drafter's guesses must be off: by more than chance explains."""
-        right, guessed = self._guesses.successes, self._guesses.trials
-        most = right + math.sqrt(right) + 1.5
-        return most / guessed if guessed > most else 1.0
+        return self._guesses.at_most(_MISSED_BY_GUESSES)
 
     def next_kept(self, previous: float | None) -> float:
         """Probability that a token not drawn yet is accepted behind one of that confidence."""
@@ -208,6 +221,10 @@ class _Record:
         if previous is not None:
             guess = (guess + previous) / 2
         return self._after(previous).mean(guess)
+
+    def first_kept_at_most(self) -> float:
+        """What the probability that the first token is accepted may be after what was seen."""
+        return self._after(None).at_most(_MISSED_BY_TRIES)
 
     def any_kept(self) -> float:
         """Probability that a token is accepted of which nothing is known."""
@@ -239,10 +256,7 @@ class Adaptive:
         self._context_ms = 0.0
         self._tokens: list[_Token] = []
         self._standing, self._num_counted = 1.0, 0
-        self._idle = 0
-        self._next_probe = _FIRST_PROBE
         self._declined = False
-        self._probing = False
 
     def begin(self, num_requests: int, context: int = 0) -> GoOn:
         """Decides this round, in which the request pays its share of the passes over all."""
@@ -251,28 +265,20 @@ class Adaptive:
         self._tokens = []
         self._standing, self._num_counted = 1.0, 0
         self._declined = False
-        self._probing = self._idle >= self._next_probe
         return self._go_on
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count the round: its time by the costs, its tokens, and the fate of examined drafts."""
-        if self._declined and drafted == 0:
-            self._idle += 1
-        elif drafted:
-            self._idle = 0
-            if self._probing and not accepted:
-                self._next_probe = min(_LAST_PROBE, 2 * self._next_probe)
-            elif accepted:
-                self._next_probe = _FIRST_PROBE
         known = self._tokens[:drafted]
         num_copied = sum(token.copied for token in known)
         self._emitted = _MEMORY * self._emitted + accepted + 1
         self._spent = _MEMORY * self._spent + self._cost(drafted, drafted - num_copied)
         self._width.padding(drafted + 1)
-        if num_copied:
-            self._copied.fade()
-        if num_copied < drafted:
-            self._drawn.fade()
+        for source, used in ((self._copied, num_copied), (self._drawn, drafted - num_copied)):
+            if used:
+                source.fade(_FADE)
+            elif self._declined:
+                source.fade(_FADE_UNUSED)
         for place in range(min(accepted + 1, drafted)):
             # Of the last token nothing was asked any more if it was drawn.
             token = known[place] if place < len(known) else None
@@ -296,13 +302,13 @@ class Adaptive:
         included = len(confidences)
         if included >= self.limit:
             return False
-        if self._probing and included == 0:
-            return True
         for token in self._tokens[self._num_counted : included]:
             self._standing *= self._source(token).kept(token.confidence)
         self._num_counted = included
         answer = self._is_worth_it(included, self._standing, upcoming)
-        self._declined = included == 0 and not answer
+        if included == 0:
+            answer = answer or self._is_worth_a_try(bool(upcoming))
+            self._declined = not answer
         return answer
 
     def _is_worth_it(self, included: int, standing: float, upcoming: Sequence[float]) -> bool:
@@ -329,6 +335,12 @@ class Adaptive:
                 return False
         return False
 
+    def _is_worth_a_try(self, copied: bool) -> bool:
+        """Whether a first token may bring more than its time does, as far as is known."""
+        source, steps = (self._copied, 0) if copied else (self._drawn, 1)
+        time = self._cost(1, steps) - self._cost(0, 0)
+        return source.first_kept_at_most() > self._rate() * time
+
     def _rate(self) -> float:
         """Tokens per millisecond; never below those of plain decoding, which can always be had."""
         plain = self._cost(0, 0)
@@ -349,5 +361,6 @@ class Adaptive:
         else:  # to a width that no usual pass has, and back
             changes = 2 if length + 1 > max(self._width.last, self._narrowest) else 0
         change = changes * self._costs.change_ms
-        passes = self._costs.target(n * (length + 1)) + steps * step
+        begins = self._costs.drafter_begins_ms if steps else 0.0
+        passes = self._costs.target(n * (length + 1)) + begins + steps * step
         return passes / n + change + self._context_ms

@@ -264,7 +264,7 @@ def test_the_loop_keeps_the_law_over_several_rounds(
 
 ADAPTIVE_COSTS = {
     # Every length from none to three comes up under each of them.
-    "model": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.12),
+    "model": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.1, drafter_begins_ms=0.04),
     "lookup": Costs((1, 2, 4), (1.0, 1.3, 1.9)),
     "dropping": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.12),
 }

@@ -270,6 +270,20 @@ def test_a_models_time_is_passes_steps_and_what_is_outside() -> None:
     )
 
 
+def test_the_first_step_of_every_draft_may_take_longer() -> None:
+    begins = replace(ALONE, drafter_begins_ms=3.0)
+    drafts = steps((3,), (0,), (1,))
+    extra = modelled_ms(drafts, BatchCosts(begins, begins, 1), 0.0) - modelled_ms(
+        drafts, BatchCosts(ALONE, ALONE, 1), 0.0
+    )
+    assert extra == pytest.approx(2 * 3.0)
+    crowd = replace(CROWD, drafter_begins_ms=5.0)
+    extra = modelled_ms(steps((2, 1)), BatchCosts(begins, crowd, 3), 0.0) - modelled_ms(
+        steps((2, 1)), BatchCosts(ALONE, CROWD, 3), 0.0
+    )
+    assert extra == pytest.approx(4.0)
+
+
 def test_passes_of_another_width_than_the_last_take_longer() -> None:
     alone, crowd = (replace(costs, change_ms=ms) for costs, ms in ((ALONE, 4.0), (CROWD, 6.0)))
     single = BatchCosts(alone, alone, 1)
@@ -355,6 +369,27 @@ def test_costs_of_a_batch_are_timed_side_by_side() -> None:
     assert costs.batch.target_ms[0] > 0.0
     assert costs.batch.drafter_ms > 0.0
     assert measure_batch_costs(toy, None, 1, context=8, repeats=2).alone.drafter_ms == 0.0
+
+
+@pytest.mark.parametrize(("lasts", "expected"), [(0.0, 3), (1e9, 1)])
+def test_costs_are_timed_again_when_they_are_old(
+    monkeypatch: pytest.MonkeyPatch, lasts: float, expected: int
+) -> None:
+    timed: list[int] = []
+
+    def timing(*args: object, **settings: object) -> BatchCosts:
+        timed.append(1)
+        time.sleep(0.001)
+        return BatchCosts(ALONE, ALONE, 1)
+
+    monkeypatch.setattr(module, "measure_batch_costs", timing)
+    monkeypatch.setattr(module, "_CALIBRATION_LASTS", lasts)
+    tasks = [replace(item, task=f"task {n}") for n, item in enumerate(QUESTIONS)]
+    bench = Benchmark(toys("lookup"), tasks, replace(SMALL, gammas=(0,), num_prompts=1))
+    for cell in bench.cells:
+        bench.measure(cell)
+    # At once old, they are timed anew for both sides of every cell.
+    assert len(timed) == (2 * expected if lasts == 0.0 else expected)
 
 
 def test_a_slow_machine_is_predicted_from_its_costs(monkeypatch: pytest.MonkeyPatch) -> None:

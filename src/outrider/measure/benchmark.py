@@ -35,12 +35,33 @@ from outrider.text import Message
 __all__ = ["Benchmark", "speedup_interval"]
 
 _WARM_UP_TOKENS = 24
+_CALIBRATION_LASTS = 20
+"""For so many times as long as it took: a machine that others use gets slower and faster."""
 
 
 @dataclass(frozen=True)
 class _Run:
     seconds: float
     results: list[Result]
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """Costs as they were timed.
+
+    Attributes:
+        costs: what passes cost.
+        ended: when that was known, on the clock of `time.perf_counter`.
+        seconds: how long it took.
+    """
+
+    costs: BatchCosts
+    ended: float
+    seconds: float
+
+    @property
+    def is_old(self) -> bool:
+        return time.perf_counter() - self.ended > _CALIBRATION_LASTS * self.seconds
 
 
 class Benchmark:
@@ -67,7 +88,7 @@ class Benchmark:
         lengths = [len(ids) for prompts in self._prompts.values() for ids in prompts]
         room = self._plain.target.context_length - grid.num_tokens - 1
         self._context = max(1, min(int(statistics.median(lengths)) + grid.num_tokens // 2, room))
-        self._costs: dict[tuple[str, int], BatchCosts] = {}
+        self._costs: dict[tuple[str, int], _Calibration] = {}
         self._outside_ms: dict[tuple[Setting | None, float, int], float] = {}
 
     @property
@@ -161,20 +182,25 @@ class Benchmark:
         return _Run(time.perf_counter() - begun, results)
 
     def _calibrate(self, cell: Cell, side: Setting | None, prompts: list[list[int]]) -> None:
-        """Warm up, and measure what the prediction needs, once for all tasks."""
+        """Warm up, and measure what the prediction needs, for as long as that holds."""
         drafter = next(iter(self._pairs)) if side is None else side.drafter
-        if (drafter, cell.batch) not in self._costs:
+        known = self._costs.get((drafter, cell.batch))
+        if known is None or known.is_old:
+            begun = time.perf_counter()
             pair = self._pairs[drafter]
-            self._costs[drafter, cell.batch] = measure_batch_costs(
+            costs = measure_batch_costs(
                 pair.target, pair.drafting_model, cell.batch, context=self._context
             )
+            ended = time.perf_counter()
+            known = self._costs[drafter, cell.batch] = _Calibration(costs, ended, ended - begun)
         key = (side, cell.temperature, cell.batch)
         if key not in self._outside_ms:
             num_tokens = min(_WARM_UP_TOKENS, self.grid.num_tokens)
-            run = self._run(side, prompts, cell.temperature, num_tokens)
+            # Twice: widths that come up for the first time are prepared for, which takes longer.
+            for _ in range(2):
+                run = self._run(side, prompts, cell.temperature, num_tokens)
             steps = steps_of(run.results, first=1) or steps_of(run.results)
-            costs = self._costs[drafter, cell.batch]
-            self._outside_ms[key] = outside_ms_per_row(steps, costs)
+            self._outside_ms[key] = outside_ms_per_row(steps, known.costs)
 
     def _row(
         self,
@@ -218,7 +244,7 @@ class Benchmark:
         What reading the prompts takes is counted in the plain runs, for both sides; a drafting
         model reads them too, in its share of that.
         """
-        costs = self._costs[setting.drafter, cell.batch]
+        costs = self._costs[setting.drafter, cell.batch].costs
         outside = {
             side: self._outside_ms[side, cell.temperature, cell.batch] for side in (None, setting)
         }

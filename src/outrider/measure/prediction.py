@@ -99,10 +99,16 @@ class BatchCosts:
         mixed: NDArray[np.float64] = alone + self._share(num_requests) * (batch - alone)
         return mixed
 
-    def drafter_ms(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Milliseconds of one drafter step for that many requests [n]."""
-        rise = self.batch.drafter_ms - self.alone.drafter_ms
-        return self.alone.drafter_ms + self._share(num_requests) * rise
+    def drafter_ms(
+        self, num_requests: NDArray[np.float64], num_steps: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Milliseconds of drafts in so many drafter steps [n] for so many requests [n]."""
+        alone, batch = (
+            num_steps * costs.drafter_ms + (num_steps > 0.0) * costs.drafter_begins_ms
+            for costs in (self.alone, self.batch)
+        )
+        mixed: NDArray[np.float64] = alone + self._share(num_requests) * (batch - alone)
+        return mixed
 
     def change_ms(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
         """What a pass over that many requests [n] takes on top behind one of another width."""
@@ -188,7 +194,7 @@ def outside_ms_per_row(steps: Sequence[Step], costs: BatchCosts) -> float:
     """
     num_requests = np.array([len(step.drafted) for step in steps], dtype=np.float64)
     model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
-    passes_ms = float(np.sum(model_steps * costs.drafter_ms(num_requests)))
+    passes_ms = float(np.sum(costs.drafter_ms(num_requests, model_steps)))
     outside = sum(step.total_ms - step.target_ms for step in steps) - passes_ms
     return max(0.0, outside / sum(step.num_rows for step in steps))
 
@@ -220,7 +226,7 @@ def modelled_ms(
     chosen.now(int(rows[0]))
     widths = np.array([n + chosen.padding(int(n)) for n in rows], dtype=np.float64)
     target_ms = costs.target_ms(num_requests, widths / num_requests)
-    drafter_ms = model_steps * costs.drafter_ms(num_requests)
+    drafter_ms = costs.drafter_ms(num_requests, model_steps)
     changes = np.diff(widths, prepend=widths[0]) != 0.0
     change_ms = changes * costs.change_ms(num_requests)
     return float(np.sum(target_ms + change_ms + drafter_ms + rows * outside_ms))
