@@ -13,26 +13,26 @@ that the first j drafted tokens of this round are all accepted, draft token k if
 
 * cost(j): a round with j drafted tokens, from the costs measured on this machine: a target pass
   over j + 1 positions, with what the request's cached tokens add to it, and, but for copies, j
-  drafter steps; where that pass must be wider than the last one, a change of width and another one
-  back. In a batch, a request's share of the passes over all, and for any draft one change of width,
-  since all pay for the width that one of them changes.
+  drafter steps, the first of them dearer than the others; where that pass must be wider than the
+  last one, a change of width and another one back. In a batch, a request's share of the passes over
+  all, and for any draft one change of width, since all pay for the width that one of them changes.
 * rate: tokens per millisecond of this request so far, by the same costs. Rounds by this rule raise
   the rate, and a higher rate asks more of a draft, until both agree (Dinkelbach's iteration).
 * S_j: for every token already drawn, the acceptance so far of tokens the drafter was as sure of
-  (a drafting model is as sure as its likeliest token is likely, whatever the policy makes of it,
-  and is right a little less often than it is sure);
+  (a drafting model is as sure as its likeliest token is likely, whatever the policy makes of it);
   for the next one, the acceptance so far behind a token the drafter was as sure of (easy stretches
-  last); beyond that, the acceptance of all. All begin at a guess, the first at the drafter's own,
-  the second half way between that and the third; they fade, and belong to one request alone:
-  nothing is carried over to another. A drafter that copies some tokens and draws others has these
-  numbers twice.
+  last); beyond that, the acceptance of all. All begin at a guess, the first at nine tenths of the
+  drafter's own, the second half way between that and the third; they fade, and belong to one
+  request alone: nothing is carried over to another. A drafter that copies some tokens and draws
+  others has these numbers twice.
 
 Where no draft is worth it, none is made. But a first token is tried as long as it may be worth it,
 chance allowed for (optimism in the face of uncertainty, Lai and Robbins 1985): a few unlucky rounds
 at the beginning say little. What was seen fades in rounds without drafts as well, so now and then
-one is tried, the more seldom the more it costs, and a text that becomes predictable is noticed
-(Leviathan et al. 2023 leave a varying gamma open, in
-section 3.5 and section 6; the paper's oracle of section 3.5 is the most it can bring).
+one is tried, the more seldom the more it costs, and a text that becomes predictable is noticed.
+
+Leviathan et al. 2023 leave a varying gamma open, in section 3.5 and section 6; the oracle of
+section 3.5 is the most that it can bring.
 """
 
 from __future__ import annotations
