@@ -27,6 +27,7 @@ __all__ = ["Costs", "kept_costs", "measure_context", "measure_costs", "time_pass
 CALIBRATION_POSITIONS = (1, 2, 3, 5, 6, 9, 17, 33)
 _CONTEXT = 64
 _FAR = 512
+_PROMPT = 128
 _FORMAT = "costs 8"
 
 
@@ -42,8 +43,7 @@ class Costs:
         context: tokens cached before those positions.
         change_ms: what a pass takes on top when the pass before it had another number of positions;
             an engine prepares for the shapes of a pass, and for the same again it has done so.
-        drafter_reads: time of a drafter pass over the most positions measured, over the target's;
-            what a prompt takes to read on top, as a share.
+        drafter_reads: time that the drafter takes to read a prompt, over the target's.
         context_ms: what a pass takes on top for every further token that is cached, of any
             sequence in it: its keys and values are read too.
         drafter_begins_ms: what the first step of a draft takes on top: the target's pass before it
@@ -175,7 +175,6 @@ def measure_costs(
     times: dict[int, list[float]] = {n: [] for n in kept}
     begun: list[float] = []
     steps: list[float] = []
-    reads: list[float] = []
     with contextlib.ExitStack() as opened:
         drafted = []
         if drafter is not None:
@@ -205,15 +204,6 @@ def measure_costs(
                     times[n].append(second)
             if drafter is not None:
                 draft()
-                many = min(kept[-1], drafter.context_length)
-                _, read_ms = time_passes(
-                    drafter,
-                    many,
-                    context=min(context, drafter.context_length - many),
-                    num_sequences=num_sequences,
-                )
-                if turn:
-                    reads.append(read_ms)
     # A pass may be filled up to more positions (`pass_width`): where the measured curve falls, by
     # chance or since a kernel likes another width better, the wider pass is the price of both.
     curve = [typical(times[n]) for n in kept]
@@ -221,7 +211,6 @@ def measure_costs(
         curve[k] = min(curve[k], curve[k + 1])
     drafter_ms = typical(steps) if steps else 0.0
     begins_ms = max(0.0, typical(begun) - drafter_ms) if begun else 0.0
-    drafter_reads = typical(reads) / curve[-1] if reads else 0.0
     change_ms = 0.0
     if len(kept) > 1:
         # By pairs: of single times, the least disturbed ones of either kind differ by chance.
@@ -237,9 +226,19 @@ def measure_costs(
         drafter_ms,
         context,
         change_ms,
-        drafter_reads,
+        drafter_reads=0.0 if drafter is None else _share_of_reading(target, drafter),
         drafter_begins_ms=begins_ms,
     )
+
+
+def _share_of_reading(target: Model, drafter: Model) -> float:
+    """Time that the drafter takes to read a prompt, over the target's."""
+    length = min(_PROMPT, target.context_length, drafter.context_length)
+    # Of two equal passes the second: for the first, an engine prepares.
+    target_ms, drafter_ms = (
+        time_passes(model, length, context=0)[1] for model in (target, drafter)
+    )
+    return drafter_ms / target_ms
 
 
 def measure_context(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from outrider.costs import Costs
 from outrider.errors import ContextOverflow, UsageError
@@ -26,6 +27,7 @@ from outrider.measure.prediction import (
 )
 from outrider.measure.prompts import PromptItem
 from outrider.measure.unfinished import Unfinished
+from outrider.models import Feed
 from outrider.models.toy import load_toy
 from outrider.pair import Pair, load
 from outrider.requests import Result, Round, RoundTimes, Statistics
@@ -95,6 +97,23 @@ def test_texts_that_must_be_the_same_are_compared(rule: str, temperature: float)
     grid = replace(SMALL, rules=(rule,), temperatures=(temperature,), batches=(3,))
     bench = Benchmark(toys(), QUESTIONS, grid)
     assert [row.agrees for row in bench.measure(bench.cells[0])] == [True]
+
+
+def test_plain_decoding_has_the_passes_that_costs_advise() -> None:
+    """A slow baseline would make every speed-up look larger."""
+    pair = load("toy:target", "toy:near")
+    pair.costs = Costs((1, 5, 9), (1.0, 1.0, 2.0), change_ms=0.5)
+    widths: list[int] = []
+    score = pair.target.score
+
+    def watched(feeds: Sequence[Feed]) -> Tensor:
+        widths.append(sum(len(feed.tokens) for feed in feeds))
+        return score(feeds)
+
+    pair.target.score = watched  # type: ignore[method-assign]
+    bench = Benchmark({"toy:near": pair}, QUESTIONS, SMALL)
+    bench._run(None, [[5, 6, 7]], 0.0, 8)
+    assert set(widths[1:]) == {5}
 
 
 def test_texts_that_are_only_equal_in_law_are_not_compared() -> None:
@@ -297,6 +316,10 @@ def test_passes_of_another_width_than_the_last_take_longer() -> None:
         rounds = steps(*[(width,) for width in widths])
         found = modelled_ms(rounds, single, 0.0, engine_costs=alone)
         assert found - modelled_ms(rounds, flat, 0.0) == pytest.approx(more)
+    # Plain decoding too is filled up where a wider pass takes no longer.
+    level = Costs((1, 5, 9), (10.0, 10.0, 20.0), change_ms=4.0)
+    plain = steps((0,), (0,))
+    assert modelled_ms(plain, flat, 0.0, engine_costs=level) == 2 * ALONE.target(5)
     # Of two requests one more token in all is another width.
     rounds = steps((1, 1), (2, 0), (2, 1))
     extra = modelled_ms(rounds, BatchCosts(alone, crowd, 2), 0.0) - modelled_ms(

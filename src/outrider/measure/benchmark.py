@@ -159,7 +159,8 @@ class Benchmark:
             # has its own.
             pair, rule = self._plain, "coupled" if "coupled" in self.grid.rules else "block"
             gamma: int | None = 0
-            engine = Engine(pair.target, max_batch=size)
+            # With costs: where a kernel likes a wider pass better, plain decoding has it too.
+            engine = Engine(pair.target, max_batch=size, costs=pair.costs)
         else:
             pair, gamma, rule = self._pairs[side.drafter], side.gamma, side.rule
             engine = pair.engine(max_batch=size)
@@ -252,7 +253,7 @@ class Benchmark:
         for slow, fast in zip(chain(*plain), chain(*speculative), strict=True):
             steps = steps_of(slow.results)
             reading_ms = _reading_ms(slow)
-            rounds_ms = modelled_ms(steps, costs, outside[None])
+            rounds_ms = modelled_ms(steps, costs, outside[None], engine_costs=self._plain.costs)
             # One of the rounds is in the time that reading takes.
             first_ms = rounds_ms / len(steps)
             plain_ms += reading_ms + rounds_ms - first_ms

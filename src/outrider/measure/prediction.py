@@ -44,6 +44,9 @@ __all__ = [
 _WIDEST_PASS = 96
 """Most rows of a pass over several sequences: curves are straight before, and passes slow."""
 
+_READING = 10**6
+"""A width that no round keeps: the first pass of a request reads its prompt too."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -223,7 +226,7 @@ def modelled_ms(
     rows = np.array([step.num_rows for step in steps], dtype=np.float64)
     model_steps = np.array([step.model_steps for step in steps], dtype=np.float64)
     chosen = PassWidth(engine_costs or Costs())
-    chosen.now(int(rows[0]))
+    chosen.now(_READING)
     widths = np.array([n + chosen.padding(int(n)) for n in rows], dtype=np.float64)
     target_ms = costs.target_ms(num_requests, widths / num_requests)
     drafter_ms = costs.drafter_ms(num_requests, model_steps)
