@@ -66,15 +66,15 @@ def test_a_drafter_that_is_always_right_drafts_as_much_as_is_allowed() -> None:
 def test_a_hopeless_drafter_costs_little(costs: Costs) -> None:
     played = play(Adaptive(costs), lambda *_: False, num_rounds=128)
     assert cost_of(played, costs) < 1.05
-    assert sum(drafted == 0 for drafted, _ in played) > 80
+    assert sum(drafted == 0 for drafted, _ in played) > 64
 
 
-@pytest.mark.parametrize(("dear", "interval"), [(0.2, 45), (0.4, 90)])
+@pytest.mark.parametrize(("dear", "interval"), [(0.2, 100), (0.4, 200)])
 def test_a_hopeless_drafter_is_tried_again_the_more_seldom_the_more_it_costs(
     dear: float, interval: int
 ) -> None:
     costs = Costs((1, 33), (1.0, 2.6), drafter_ms=dear)
-    played = play(Adaptive(costs), lambda *_: False, num_rounds=800)
+    played = play(Adaptive(costs), lambda *_: False, num_rounds=2000)
     tried = [number for number, (drafted, _) in enumerate(played) if drafted]
     late = [b - a for a, b in pairwise(tried)][-6:]
     assert late == pytest.approx([interval] * 6, rel=0.3)
@@ -140,14 +140,14 @@ def test_sure_tokens_are_followed_by_more_and_unsure_ones_are_the_last() -> None
 
 
 def test_the_first_round_goes_on_behind_a_sure_token_and_not_behind_an_unsure_one() -> None:
-    # A step costs half a pass: a token must be kept more often than that to be worth it.
-    costs = Costs((1, 33), (10.0, 10.0), drafter_ms=5.0)
+    # A step costs 0.4 passes: a token must be kept more often than that to be worth it.
+    costs = Costs((1, 33), (10.0, 10.0), drafter_ms=4.0)
     assert Adaptive(costs).begin(1)([0.99])
     assert not Adaptive(costs).begin(1)([0.05])
     assert Adaptive(costs).begin(1)([0.9, 0.99])
     assert not Adaptive(costs).begin(1)([0.9, 0.1])
     # Of two drafts that are as likely to stand so far, the one that ends surer goes on longer.
-    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=5.2)
+    dear = Costs((1, 33), (10.0, 10.0), drafter_ms=4.5)
     assert Adaptive(dear).begin(1)([0.9, 0.99])
     assert not Adaptive(dear).begin(1)([0.99, 0.9])
 

@@ -53,13 +53,14 @@ LONGEST = 32
 # Chosen on recorded texts of two real pairs, with and without a drafting model; docs/log.md has
 # what else was tried.
 _EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.93, 0.98)
-_FIRST_GUESS = 0.5
+_FIRST_GUESS = 0.3
 _GUESS_WEIGHT = 6.0
 _MEMORY = 0.98
 _FADE = 0.98
-_FADE_UNUSED = 0.995
+_FADE_UNUSED = 0.998
 _BELIEF = 0.9
-_MISSED_BY_GUESSES, _MISSED_BY_TRIES = 1.5, 0.7
+_LEAST = 0.02
+_MISSED_BY_GUESSES, _MISSED_BY_TRIES = 1.5, 1.0
 
 
 class GoOn(Protocol):
@@ -328,11 +329,11 @@ class Adaptive:
                 standing *= source.next_kept(previous)
             else:
                 standing *= source.any_kept()
+            if standing < _LEAST:  # even where it costs nothing, somebody has to look at it
+                return False
             gain += standing
             if gain > rate * (self._cost(length, steps) - spent):
                 return True
-            if standing < 0.02:
-                return False
         return False
 
     def _is_worth_a_try(self, copied: bool) -> bool:

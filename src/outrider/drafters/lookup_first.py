@@ -7,6 +7,8 @@ has one law it comes from: a point mass on a copied token, the model's q on a dr
 The better one proposes. For copies, how often they were right behind matches about as long; for the
 model, how often it was right at all; both begin at a guess, fade, and belong to one request alone.
 A copy takes no pass, and a small model is worst where a text goes over what it has said before.
+Where another drawn token is not worth its step, a copy may still be: a target pass often takes no
+longer for a few positions more.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from outrider.verification import Draft, Verdict
 __all__ = ["LookupFirst"]
 
 # Chosen on answers of the default target and the drafter made for it; docs/log.md has the figures.
-_LENGTHS = (3, 4, 6, 9)
+_LENGTHS = (2, 3, 4, 6, 9)
 """Where a longer match counts as another kind."""
-_GUESSES = (0.5, 0.5, 0.65, 0.75, 0.85)
+_GUESSES = (0.2, 0.5, 0.5, 0.65, 0.75, 0.85)
 _DRAWN_GUESS = 0.4
 _GUESS_WEIGHT = 12.0
 _DRAWN = -1
@@ -74,17 +76,33 @@ class _Drafting:
             return False
         return self._chances.of(_kind(length)) >= self._chances.of(_DRAWN)
 
-    def is_worth_more(self, more: GoOn, limit: int) -> bool:
-        """Whether to draft one more token."""
+    def matches(self) -> bool:
+        """Whether there is anything to copy, however little speaks for it."""
+        return self._cursor.length > 0
+
+    def is_worth_more(self, more: GoOn, limit: int, *, copying: bool) -> bool:
+        """Whether to draft one more token, copied or drawn."""
         if len(self.tokens) >= limit:
             return False
         upcoming: list[float] = []
-        if self.copies():
+        if copying:
             num_ahead = min(AHEAD, limit - len(self.tokens))
             upcoming = [self._chances.of(_kind(self._cursor.length + i)) for i in range(num_ahead)]
         return more(self._sureties, upcoming, self._copied)
 
-    def copy(self) -> None:
+    def copy_on(self, more: GoOn, limit: int) -> bool:
+        """Copy as much as is to be copied now; whether a drawn token is to follow."""
+        while True:
+            copying = self.copies()
+            if self.is_worth_more(more, limit, copying=copying):
+                if not copying:
+                    return True
+            # What is not worth a step of the model may be worth a copy, which takes none.
+            elif copying or not self.matches() or not self.is_worth_more(more, limit, copying=True):
+                return False
+            self._copy()
+
+    def _copy(self) -> None:
         """Put the token behind the match into the draft."""
         source = _kind(self._cursor.length)
         self._copied.add(len(self.tokens))
@@ -145,13 +163,8 @@ class LookupFirst:
         while active:
             drawing: dict[int, Drawing] = {}
             for i in active:
-                item = drafting[i]
-                while more := item.is_worth_more(asked[i], gammas[i]):
-                    if not item.copies():
-                        break
-                    item.copy()
-                if more:
-                    drawing[i] = Drawing(sequences[i], item.tokens, policies[i], noise[i])
+                if drafting[i].copy_on(asked[i], gammas[i]):
+                    drawing[i] = Drawing(sequences[i], drafting[i].tokens, policies[i], noise[i])
             drawn = self._model_drafter.draw(drawing)
             for i, found in drawn.items():
                 drafting[i].put(*found)
