@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import pytest
 import torch
@@ -53,6 +53,24 @@ def test_the_model_begins_and_a_match_that_arises_is_copied(propose: Propose) ->
     assert draft.steps == 1
     assert draft.q is None  # greedy: all of them point masses
     assert model.passes == [[TEXT]]  # type: ignore[attr-defined]
+
+
+def test_where_no_drawn_token_is_worth_its_step_a_copy_may_be() -> None:
+    def only_copies(
+        sure: Sequence[float], upcoming: Sequence[float] = (), copied: Container[int] = ()
+    ) -> bool:
+        return bool(upcoming)
+
+    drafter, model = mixed()
+    noise = RoundNoise(0, len(TEXT))
+    # Behind 1 alone the model would draw: one token is a poor match, but it costs no step.
+    [draft] = drafter.propose([History(TEXT)], [4], [SAMPLED], [noise], [only_copies])
+    assert draft.tokens == [2, 3, 4, 5]
+    assert (draft.steps, draft.q, model.passes) == (0, None, [])  # type: ignore[attr-defined]
+    [draft] = drafter.propose([History([9, 1, 2])], [4], [SAMPLED], [noise], [only_copies])
+    assert draft.tokens == []  # 2 was never there before
+    [draft] = drafter.propose([History(TEXT)], [4], [SAMPLED], [noise], [lambda *_: False])
+    assert draft.tokens == []
 
 
 def test_every_token_reports_the_law_it_came_from(propose: Propose) -> None:

@@ -266,6 +266,8 @@ ADAPTIVE_COSTS = {
     # Every length from none to three comes up under each of them.
     "model": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.1, drafter_begins_ms=0.04),
     "lookup": Costs((1, 2, 4), (1.0, 1.3, 1.9)),
+    # A step costs much and a position nothing: copies go where no token is drawn.
+    "lookup_first": Costs((1, 4), (1.0, 1.0), drafter_ms=0.4),
     "dropping": Costs((1, 2, 4), (1.0, 1.1, 1.5), drafter_ms=0.12),
 }
 
@@ -277,6 +279,9 @@ def adaptive_law(
     drafter = {
         "model": lambda: ModelDrafter(ToyModel(drafter_law, 2), target_vocab_size=2),
         "lookup": LookupDrafter,
+        "lookup_first": lambda: LookupFirst(
+            ModelDrafter(ToyModel(drafter_law, 2), target_vocab_size=2)
+        ),
         "dropping": lambda: AskingTooLateDrafter(2, drafter_law),
     }[kind]
     return loop_law(
@@ -293,7 +298,7 @@ def adaptive_law(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["model", "lookup"])
+@pytest.mark.parametrize("kind", ["model", "lookup", "lookup_first"])
 def test_adaptive_lengths_keep_the_law_over_several_rounds(
     monkeypatch: pytest.MonkeyPatch, rule: str, kind: str
 ) -> None:
