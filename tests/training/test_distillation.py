@@ -22,7 +22,7 @@ from outrider.models.trimmed import TrimmedModel, Vocabulary, read_vocabulary
 from outrider.requests import Request
 from outrider.sampling import SamplingPolicy
 from outrider.training import distillation
-from outrider.training.card import PROVENANCE
+from outrider.training.card import PROVENANCE, earlier_provenance
 from outrider.training.distillation import Plan
 from outrider.training.learning import Recipe, lessons
 from outrider.training.runs import written_text
@@ -228,6 +228,15 @@ def test_a_drafter_goes_on_learning_from_more_text(made: Path, tmp_path: Path) -
     # One step of training away, and not begun anew.
     assert 0.0 < far < 10 * plan.recipe.rate
     assert "* Begun as drafter.\n" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+def test_a_drafter_that_was_not_begun_as_another_has_none_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / PROVENANCE).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert earlier_provenance(str(tmp_path)) == {}
+    assert earlier_provenance("") is None  # whatever lies in the current folder
 
 
 def test_the_card_tells_of_all_drafters_that_one_goes_back_to(made: Path, tmp_path: Path) -> None:

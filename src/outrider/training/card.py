@@ -94,10 +94,12 @@ def _earlier(folder: str) -> Iterator[str]:
 
 
 def earlier_provenance(folder: str) -> dict[str, object] | None:
-    """Where the drafter in that folder comes from; None if it does not tell.
+    """Where the drafter in that folder comes from; None if it does not tell, or for no folder.
 
     What that one was begun as is among its arguments, and so on.
     """
+    if not folder:  # not the current one's
+        return None
     try:
         facts = json.loads((Path(folder) / PROVENANCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
