@@ -29,6 +29,9 @@ from provenance import provenance
 _OUTSIDE_MS = 0.15
 """Per verified position: what the loop took around the models of the default pair."""
 
+Texts = dict[str, list[tuple[list[int], list[int]]]]
+"""(prompt, answer) by task."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -56,11 +59,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def recorded(
-    pair: Pair, per_task: int, num_tokens: int
-) -> dict[str, list[tuple[list[int], list[int]]]]:
+def recorded(pair: Pair, per_task: int, num_tokens: int) -> Texts:
     """(prompt, answer) of the first questions of every kind, the answers written side by side."""
-    texts: dict[str, list[tuple[list[int], list[int]]]] = {}
+    texts: Texts = {}
     for task in TASKS:
         items = [item for item in shipped_prompts() if item.task == task][:per_task]
         prompts = [pair.encode([{"role": "user", "content": item.turns[0]}]) for item in items]
@@ -74,12 +75,11 @@ def recorded(
     return texts
 
 
-def speedups(
-    pair: Pair, texts: dict[str, list[tuple[list[int], list[int]]]], gamma: int | None
-) -> dict[str, float]:
+def speedups(pair: Pair, texts: Texts, gamma: int | None) -> dict[str, float]:
     """Plain time over speculative time by the pair's costs, per task and over all."""
     costs = pair.costs
     assert costs is not None
+    alone = BatchCosts(costs, costs, 1)
     plain_ms: defaultdict[str, float] = defaultdict(float)
     fast_ms: defaultdict[str, float] = defaultdict(float)
     for task, answers in texts.items():
@@ -90,11 +90,9 @@ def speedups(
                 [Request(prompt, max_new_tokens=len(answer), gamma=gamma, ignore_eos=True)]
             )
             assert result.token_ids == answer, "the recorded text is what must come out"
-            alone = BatchCosts(costs, costs, 1)
+            rounds_ms = modelled_ms(steps_of([result]), alone, _OUTSIDE_MS, engine_costs=costs)
             for name in (task, "all"):
-                fast_ms[name] += modelled_ms(
-                    steps_of([result]), alone, _OUTSIDE_MS, engine_costs=costs
-                )
+                fast_ms[name] += rounds_ms
                 plain_ms[name] += len(answer) * (costs.target(1) + _OUTSIDE_MS)
     return {name: plain_ms[name] / fast_ms[name] for name in (*texts, "all")}
 

@@ -129,7 +129,7 @@ class LookupFirst:
 
     Args:
         model_drafter: draws tokens.
-        min_match: tokens that must match for a copy.
+        min_match: tokens that must match for a copy in the place of a drawn token.
     """
 
     def __init__(self, model_drafter: ModelDrafter, *, min_match: int = 2) -> None:

@@ -99,8 +99,7 @@ class BatchCosts:
             np.interp(positions, grid, [costs.target(float(n)) for n in grid])
             for costs in (self.alone, self.batch)
         )
-        mixed: NDArray[np.float64] = alone + self._share(num_requests) * (batch - alone)
-        return mixed
+        return self._between(num_requests, alone, batch)
 
     def drafter_ms(
         self, num_requests: NDArray[np.float64], num_steps: NDArray[np.float64]
@@ -110,16 +109,21 @@ class BatchCosts:
             num_steps * costs.drafter_ms + (num_steps > 0.0) * costs.drafter_begins_ms
             for costs in (self.alone, self.batch)
         )
-        mixed: NDArray[np.float64] = alone + self._share(num_requests) * (batch - alone)
-        return mixed
+        return self._between(num_requests, alone, batch)
 
     def change_ms(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
         """What a pass over that many requests [n] takes on top behind one of another width."""
-        rise = self.batch.change_ms - self.alone.change_ms
-        return self.alone.change_ms + self._share(num_requests) * rise
+        return self._between(num_requests, self.alone.change_ms, self.batch.change_ms)
 
-    def _share(self, num_requests: NDArray[np.float64]) -> NDArray[np.float64]:
-        return (num_requests - 1.0) / max(1, self.size - 1)
+    def _between(
+        self,
+        num_requests: NDArray[np.float64],
+        alone: float | NDArray[np.float64],
+        batch: float | NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        share = (num_requests - 1.0) / max(1, self.size - 1)
+        mixed: NDArray[np.float64] = alone + share * (batch - alone)
+        return mixed
 
 
 def curve_positions(positions: Sequence[int], num_sequences: int) -> list[int]:
