@@ -235,6 +235,27 @@ def test_adaptive_lengths_are_held_against_the_best_fixed_ones(
     assert "gamma adaptive, batch 2: 1.50x over all" in " ".join(printed(*many).split())
 
 
+def test_adaptive_lengths_are_held_against_one_fixed_length_for_all_temperatures(
+    printed: Callable[..., str],
+) -> None:
+    """2 is best at temperature 0 and 1 at 1, so either costs something where the other is used."""
+    times = {"adaptive": (20.0, 40.0), 1: (30.0, 41.0), 2: (20.0, 60.0)}
+    rows = [
+        a_row(temperature=temperature, gamma=gamma, plain_ms_per_token=60.0, ms_per_token=ms)
+        for gamma, both in times.items()
+        for temperature, ms in zip((0.0, 1.0), both, strict=True)
+    ]
+    text = " ".join(printed(*rows).split())
+    assert "temperature 0, gamma adaptive: 3.00x over all, the best fixed gamma, 2, 3.00x" in text
+    assert "temperature 1, gamma adaptive: 1.50x over all, the best fixed gamma, 1, 1.46x" in text
+    assert (
+        "all temperatures, gamma adaptive: 2.00x over all, the best fixed gamma, 1, 1.69x" in text
+    )
+    assert "+0.0% at worst (chat, temperature 0)" in text
+    one = [a_row(gamma=gamma) for gamma in ("adaptive", 3)]
+    assert "all temperatures" not in printed(*one)
+
+
 def test_predictions_within_a_tenth_are_counted(printed: Callable[..., str]) -> None:
     text = printed(a_row(), a_row(task="summary", predicted_speedup=1.7))
     assert "predicted within 10 % of measured in 1 of 2 rows" in text

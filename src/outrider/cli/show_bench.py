@@ -133,12 +133,16 @@ def _batch_table(rows: Sequence[Row]) -> Table:
 
 def _condition(rows: Sequence[Row], row: Row) -> str:
     """What tells this row's group from the others; the temperature always."""
-    parts = [f"temperature {row.temperature:g}"]
+    parts = [_temperature(row)]
     for name in ("drafter", "gamma", "rule"):
         show = _CONDITIONS[name]
         if len({show(other) for other in rows}) > 1:
             parts.append(show(row) if name != "gamma" else f"gamma {show(row)}")
     return ", ".join(parts)
+
+
+def _temperature(row: Row) -> str:
+    return f"temperature {row.temperature:g}"
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:
@@ -151,6 +155,9 @@ def _summary(rows: Sequence[Row]) -> list[str]:
             means = {batch: _mean(speedups) for batch, speedups in by_batch.items()}
             lines.append(f"{_condition(rows, members[0])}: {_where_the_gain_ends(means)}")
         lines += _adaptive_against_fixed(rows, members)
+    if len({row.temperature for row in rows}) > 1:
+        for setting in dict.fromkeys(row.setting for row in rows):
+            lines += _adaptive_against_fixed(rows, [row for row in rows if row.setting == setting])
     near = sum(abs(row.predicted_speedup / row.speedup - 1.0) <= _NEAR for row in rows)
     return [
         *lines,
@@ -161,32 +168,48 @@ def _summary(rows: Sequence[Row]) -> list[str]:
 
 
 def _adaptive_against_fixed(rows: Sequence[Row], members: Sequence[Row]) -> list[str]:
-    """A line for every batch size at which these adaptive rows were run beside fixed lengths."""
+    """A line for every batch size at which these adaptive rows were run beside fixed lengths.
+
+    Args:
+        rows: all of the run.
+        members: of one setting, at one temperature or at several.
+    """
+    temperatures = {row.temperature for row in members}
+    condition = _condition(rows, members[0])
+    if len(temperatures) > 1:
+        condition = condition.replace(_temperature(members[0]), "all temperatures")
+    setting = (members[0].drafter, members[0].rule)
     lines = []
     for batch in sorted({row.batch for row in members if row.gamma is None}):
-        adaptive = {row.task: row for row in members if row.batch == batch}
-        first = members[0]
-        fixed: dict[int, dict[str, Row]] = {}
+        adaptive = {_work(row): row for row in members if row.batch == batch}
+        fixed: dict[int, dict[tuple[float, str], Row]] = {}
         for row in rows:
-            same = (row.temperature, row.drafter, row.rule, row.batch)
-            if row.gamma and same == (first.temperature, first.drafter, first.rule, batch):
-                fixed.setdefault(row.gamma, {})[row.task] = row
+            same = (row.drafter, row.rule, row.batch) == (*setting, batch)
+            if row.gamma and same and row.temperature in temperatures:
+                fixed.setdefault(row.gamma, {})[_work(row)] = row
         if not fixed:
             continue
         best = max(fixed, key=lambda gamma: _over_all(fixed[gamma].values()))
         ours, theirs = _over_all(adaptive.values()), _over_all(fixed[best].values())
         gains = {
-            task: min(other[task].ms_per_token for other in fixed.values()) / row.ms_per_token - 1.0
-            for task, row in adaptive.items()
+            work: min(other[work].ms_per_token for other in fixed.values()) / row.ms_per_token - 1.0
+            for work, row in adaptive.items()
         }
         worst = min(gains, key=gains.__getitem__)
+        task = adaptive[worst].task
+        which = f"{task}, {_temperature(adaptive[worst])}" if len(temperatures) > 1 else task
         of_batch = f", batch {batch}" if len({row.batch for row in rows}) > 1 else ""
         lines.append(
-            f"{_condition(rows, first)}{of_batch}: {ours:.2f}x over all, the best fixed gamma, "
+            f"{condition}{of_batch}: {ours:.2f}x over all, the best fixed gamma, "
             f"{best}, {theirs:.2f}x ({ours / theirs - 1.0:+.1%}); against the best of each task "
-            f"{gains[worst]:+.1%} at worst ({worst})"
+            f"{gains[worst]:+.1%} at worst ({which})"
         )
     return lines
+
+
+def _work(row: Row) -> tuple[float, str]:
+    """What rows of different draft lengths have in common: the same tokens, the same noise."""
+    return row.temperature, row.task
 
 
 def _over_all(rows: Collection[Row]) -> float:
