@@ -250,17 +250,20 @@ def test_an_interval_of_equal_turns_is_a_point() -> None:
     assert speedup_interval(plain, plain / 2) == (2.0, 2.0)
 
 
-def test_an_interval_covers_the_truth_at_about_its_rate() -> None:
+@pytest.mark.parametrize("num_prompts", [2, 4, 10])
+def test_an_interval_covers_the_truth_at_about_its_rate(num_prompts: int) -> None:
     generator = np.random.default_rng(3)
     covered = 0
-    for _ in range(200):
-        prompts = generator.lognormal(0.0, 0.2, (10, 1))
-        plain = 10.0 * generator.lognormal(0.0, 0.02, (10, 3))
-        fast = 5.0 * prompts * generator.lognormal(0.0, 0.02, (10, 3))
+    for _ in range(400):
+        prompts = generator.lognormal(0.0, 0.2, (num_prompts, 1))
+        plain = 10.0 * generator.lognormal(0.0, 0.02, (num_prompts, 3))
+        fast = 5.0 * prompts * generator.lognormal(0.0, 0.02, (num_prompts, 3))
         low, high = speedup_interval(plain, fast, resamples=400)
         covered += low <= 2.0 / np.exp(0.02) <= high
-    # Percentiles of ten prompts cover somewhat less than promised; 0.83 is 8 sigma below 0.95.
-    assert 0.83 <= covered / 200 <= 1.0
+    # Two prompts cannot say more than where they lie, which holds the truth every other time.
+    # Percentiles as they are cover 0.77 with four and 0.89 with ten, expanded ones 0.88 and 0.92.
+    least = {2: 0.5, 4: 0.85, 10: 0.9}[num_prompts]
+    assert least <= covered / 400 <= 1.0
 
 
 def test_pairs_of_a_turn_are_drawn_together() -> None:
