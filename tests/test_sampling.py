@@ -646,26 +646,6 @@ def test_a_temperature_beyond_the_range_of_float32_still_gives_a_law(
     assert (law[:, list(banned)] == 0).all()
 
 
-# Threads
-
-
-def test_single_threaded_work_gives_the_threads_back_even_after_an_error() -> None:
-    def fail() -> None:
-        with sampling.single_threaded():
-            inside.append(torch.get_num_threads())
-            raise KeyError
-
-    inside: list[int] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyError):
-            fail()
-        assert (inside, torch.get_num_threads()) == ([1], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 # Faults
 
 

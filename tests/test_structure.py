@@ -14,7 +14,7 @@ import outrider
 SOURCE = Path(outrider.__file__).parent
 
 LAYERS = [
-    {"errors", "randomness", "theory", "text"},
+    {"errors", "randomness", "theory", "text", "threads"},
     {"sampling", "verification"},
     {"models"},
     {"costs", "drafters", "draft_length", "pass_width"},

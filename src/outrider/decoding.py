@@ -34,8 +34,9 @@ from outrider.requests import (
     Statistics,
     TokenLogprob,
 )
-from outrider.sampling import History, single_threaded
+from outrider.sampling import History
 from outrider.text import TextBuilder
+from outrider.threads import single_threaded
 from outrider.verification import Draft, Verdict, greedy, rule
 
 __all__ = ["Engine"]
@@ -198,7 +199,8 @@ class Engine:
         begun = time.perf_counter()
         reading, batch = self._share_out(list(self._active.values()))
         noise = [item.noise.at(len(item.history)) for item in batch]
-        drafts = self._propose(batch, noise)
+        with single_threaded():
+            drafts = self._propose(batch, noise)
         drafted = time.perf_counter()
         proposed = dict(zip(batch, drafts, strict=True))
         logits, events = self._score(proposed, reading)

@@ -15,8 +15,7 @@ Letters: n rows, V vocabulary size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from outrider.errors import NothingToDraw, NumericalError, UsageError
 
-__all__ = ["History", "LogitsProcessor", "SamplingPolicy", "single_threaded"]
+__all__ = ["History", "LogitsProcessor", "SamplingPolicy"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's call form: `processor(input_ids [1, L], scores [1, V]) -> scores [1, V]`.
@@ -282,22 +281,6 @@ class SamplingPolicy:
                 row.masked_fill_(_atypical(row, self.typical_p), 0.0)
             p = _renormalised(p)
         return p
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Run torch's CPU operations on this thread alone.
-
-    Rows of a vocabulary are just long enough for torch to share an operation between threads, and
-    short enough for the barrier to cost more than the sharing brings: milliseconds each, as soon
-    as anything else runs on the machine.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _drop_below(p: Tensor, borders: Sequence[float]) -> Tensor:

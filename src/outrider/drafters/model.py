@@ -15,7 +15,8 @@ from outrider.errors import CacheFull, NothingToDraw, NumericalError
 from outrider.models import CachedSequence, Feed, Model, Prompt
 from outrider.models.trimmed import TrimmedModel
 from outrider.randomness import RoundNoise
-from outrider.sampling import History, SamplingPolicy, single_threaded
+from outrider.sampling import History, SamplingPolicy
+from outrider.threads import all_threads
 from outrider.verification import Draft, Verdict
 
 __all__ = ["Drawing", "Drawn", "ModelDrafter", "stacked", "widened"]
@@ -119,31 +120,30 @@ class ModelDrafter:
             return {}
         logits = self._score(able)
         drawn: dict[int, Drawn] = {}
-        with single_threaded():
-            for i, (sequence, drafted, policy, noise) in able.items():
-                if i not in logits:  # no room although it had all of it
-                    continue
-                # What is drawn by numbers alone is drawn among the few ids that the model knows.
-                few = self._few if not (policy.names_ids or noise.coupled) else None
-                row = logits[i] if few is not None else self._whole(logits[i])
-                try:
-                    if policy.is_greedy:
-                        law = None
-                        [token] = policy.choices(row, sequence, drafted)
-                    else:
-                        law = policy.probs(row, sequence, drafted)
-                        token = noise.draft(len(drafted), law[0])
-                except NothingToDraw:  # what the policy allows, this vocabulary does not have
-                    continue
-                except NumericalError as error:
-                    # A sick drafter must not cost the target its requests.
-                    _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
-                    continue
-                if few is not None:
-                    token = int(few.kept[token])
-                    law = None if law is None else few.spread(law, 0.0)
-                surety = float(row.softmax(-1).max())
-                drawn[i] = Drawn(token, None if law is None else law[0], surety)
+        for i, (sequence, drafted, policy, noise) in able.items():
+            if i not in logits:  # no room although it had all of it
+                continue
+            # What is drawn by numbers alone is drawn among the few ids that the model knows.
+            few = self._few if not (policy.names_ids or noise.coupled) else None
+            row = logits[i] if few is not None else self._whole(logits[i])
+            try:
+                if policy.is_greedy:
+                    law = None
+                    [token] = policy.choices(row, sequence, drafted)
+                else:
+                    law = policy.probs(row, sequence, drafted)
+                    token = noise.draft(len(drafted), law[0])
+            except NothingToDraw:  # what the policy allows, this vocabulary does not have
+                continue
+            except NumericalError as error:
+                # A sick drafter must not cost the target its requests.
+                _LOG.warning("drafter %s: %s; decoding without drafts", self.name, error)
+                continue
+            if few is not None:
+                token = int(few.kept[token])
+                law = None if law is None else few.spread(law, 0.0)
+            surety = float(row.softmax(-1).max())
+            drawn[i] = Drawn(token, None if law is None else law[0], surety)
         return drawn
 
     def observe(self, sequences: Sequence[History], verdicts: Sequence[Verdict]) -> None:
@@ -170,7 +170,8 @@ class ModelDrafter:
         """
         feeds = [self._feed(item.sequence, item.drafted) for item in drawing.values()]
         try:
-            rows = self.model.score(feeds) if self._few is None else self._few.score_kept(feeds)
+            with all_threads():
+                rows = self.model.score(feeds) if self._few is None else self._few.score_kept(feeds)
             return {i: rows[k : k + 1] for k, i in enumerate(drawing)}
         except CacheFull:
             if not self._told_full:

@@ -33,7 +33,8 @@ from outrider.measure.estimates import beta_histogram, interval, survival_along_
 from outrider.measure.texts import Text
 from outrider.models import Feed, Model, Prompt
 from outrider.randomness import RoundNoise
-from outrider.sampling import History, SamplingPolicy, single_threaded
+from outrider.sampling import History, SamplingPolicy
+from outrider.threads import single_threaded
 from outrider.verification import Draft, Verdict
 
 __all__ = [
@@ -334,7 +335,8 @@ class _DraftReader:
         history = self._history
         token = self._text.tokens[len(history) - history.prompt_length]
         noise = RoundNoise(0, len(history))
-        [draft] = self._drafter.propose([history], [1], [self._policy], [noise])
+        with single_threaded():
+            [draft] = self._drafter.propose([history], [1], [self._policy], [noise])
         history.tokens.append(token)
         self._drafter.observe([history], [Verdict(int(draft.tokens == [token]), token)])
         return draft

@@ -20,7 +20,8 @@ from outrider.measure.texts import BATCH, Text
 from outrider.models import Feed, Model, Prompt
 from outrider.randomness import RoundNoise
 from outrider.requests import Request
-from outrider.sampling import History, SamplingPolicy, single_threaded
+from outrider.sampling import History, SamplingPolicy
+from outrider.threads import single_threaded
 from outrider.verification import RULES, Draft, Rule, block, rejection
 
 __all__ = ["BlockGain", "block_gain", "count_rounds", "expected_accepted"]
@@ -134,7 +135,8 @@ def block_gain(
         draft = Draft([])
         if length > 0:
             noise = RoundNoise(number, len(prefix))
-            [draft] = drafter.propose([history], [length], [policy], [noise])
+            with single_threaded():
+                [draft] = drafter.propose([history], [length], [policy], [noise])
             drafter.release(history)
         if draft.q is not None:
             has_law = True

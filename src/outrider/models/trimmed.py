@@ -26,8 +26,8 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel, VocabularyMismatch
 from outrider.models import CachedSequence, Feed, Model, Prompt
-from outrider.sampling import single_threaded
 from outrider.text import Tokenizer
+from outrider.threads import single_threaded
 
 __all__ = [
     "TrimmedModel",
