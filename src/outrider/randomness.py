@@ -120,19 +120,16 @@ class RoundNoise:
     def _choose(self, purpose: Purpose, offset: int, weights: Tensor) -> int:
         _require_law_dtype(weights)
         weights = weights.cpu()  # one draw, one order of summation, on every device
-        # Comparing first: numpy finds the set places of a boolean row ten times as fast.
-        support = np.flatnonzero(_as_numpy(weights) > 0)
-        if len(support) == 1:
-            return int(support[0])
-        if len(support) < len(weights) // 8:  # filtered and greedy rows are nearly empty
-            cumulative = np.cumsum(_as_numpy(weights)[support], dtype=np.float64)
-        else:
-            # torch's cumulative sum into float64 is three times as fast as numpy's.
-            cumulative = _as_numpy(weights.cumsum(-1, dtype=torch.float64))[support]
+        # torch's cumulative sum into float64 is three times as fast as numpy's.
+        cumulative = _as_numpy(weights.cumsum(-1, dtype=torch.float64))
+        total = cumulative[-1]
+        assert total > 0.0, "nothing to draw from"
         u = uniform(self.seed, purpose, self.origin + offset, self.origin)
-        index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-        # u times the total can round up to the total.
-        return int(support[min(index, len(support) - 1)])
+        # The first sum beyond the target is at a token with weight: the others add nothing.
+        index = int(np.searchsorted(cumulative, u * total, side="right"))
+        if index == len(cumulative):  # u times the total can round up to the total
+            index = int(np.searchsorted(cumulative, total, side="left"))
+        return index
 
 
 class Noise:
