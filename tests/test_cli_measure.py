@@ -10,6 +10,7 @@ import pytest
 
 import test_cli
 from outrider.cli import measure as command
+from outrider.cli import show_measure
 from outrider.drafters import registry
 from outrider.errors import NumericalError
 from outrider.measure import measuring
@@ -151,6 +152,16 @@ def test_the_table_for_people_has_alpha_survival_and_c(measure: Callable[..., Ou
     assert "c = " in lines[-1]
     tables = [line for line in lines if not line.startswith(("toy:near:", "lookup:", "A target"))]
     assert max(map(len, tables)) <= 100
+
+
+def test_a_drafters_folders_are_not_shown_unless_they_tell_two_apart() -> None:
+    assert show_measure._shown(["/home/me/mine", "lookup+/home/me/mine", "ngram:a/b.ngram"]) == {
+        "/home/me/mine": "mine",
+        "lookup+/home/me/mine": "lookup+mine",
+        "ngram:a/b.ngram": "ngram:b.ngram",
+    }
+    alike = ["./old/mine", "./new/mine", "auto"]
+    assert show_measure._shown(alike) == {name: name for name in alike}
 
 
 def test_progress_tells_the_time_left(

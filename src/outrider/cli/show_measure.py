@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -19,13 +20,14 @@ def print_alpha(rows: Sequence[Facts]) -> None:
     """The paper's Table 3 on this pair, survival, and what rules and rounds add to it."""
     policies = list(dict.fromkeys(str(row["policy"]) for row in rows))
     names = list(dict.fromkeys(str(row["drafter"]) for row in rows))
+    shown = _shown(names)
     found = {(str(row["drafter"]), str(row["policy"])): row for row in rows}
     counts = {policy: _number(row, "num_tokens") for (_, policy), row in found.items()}
     told = ", ".join(f"{count:.0f} ({policy})" for policy, count in counts.items())
     terminal.out.print(f"alpha over tokens of the target's text: {told}", style="dim")
     table = _table("drafter", *policies)
     for name in names:
-        table.add_row(name, *(_alpha(found.get((name, policy))) for policy in policies))
+        table.add_row(shown[name], *(_alpha(found.get((name, policy))) for policy in policies))
     terminal.out.print(table)
     for policy in policies:
         terminal.out.print()
@@ -34,10 +36,11 @@ def print_alpha(rows: Sequence[Facts]) -> None:
         for name in names:
             row = found.get((name, policy))
             if row is not None:
-                table.add_row(name, *_survival(row), _gain(row), f"{_number(row, 'match'):.2f}")
+                cells = (*_survival(row), _gain(row), f"{_number(row, 'match'):.2f}")
+                table.add_row(shown[name], *cells)
         terminal.out.print(table)
         for name in names:
-            _print_rounds(name, found.get((name, policy)))
+            _print_rounds(shown[name], found.get((name, policy)))
     terminal.out.print()
     terminal.out.print(
         "block: tokens per round, over those of rejection; coupled: alpha under shared noise",
@@ -50,10 +53,11 @@ def print_cost(cost: Facts) -> None:
     table = _table("drafter", "c", "step", "outside", "c_hat")
     drafters = cost["drafters"]
     assert isinstance(drafters, dict)
+    shown = _shown(drafters)
     for name, item in drafters.items():
         c_hat = item["c_hat"]
         table.add_row(
-            name,
+            shown[name],
             f"{item['c']:.3f}",
             f"{item['drafter_ms']:.3g} ms",
             f"{item['outside_ms']:.3g} ms",
@@ -76,6 +80,15 @@ def print_cost(cost: Facts) -> None:
     terminal.out.print(table)
     terminal.out.print()
     terminal.out.print(_sentence(cost))
+
+
+def _shown(names: Iterable[str]) -> dict[str, str]:
+    """Names as they fit a table: paths without their folders, where that tells all of them apart.
+
+    lookup+/home/me/mine -> lookup+mine
+    """
+    short = {name: re.sub(r"[^+:]*/(?=.)", "", name) for name in names}
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
 def _sentence(cost: Facts) -> str:
