@@ -41,7 +41,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     many_batches = len({row.batch for row in rows}) > 1
     for members in _grouped(rows):
         terminal.out.print()
-        terminal.out.print(_condition(rows, members[0]), style="bold")
+        terminal.out.print(_condition(rows, members), style="bold")
         terminal.out.print(_table(members, with_batch=many_batches))
     if many_batches:
         terminal.out.print()
@@ -127,13 +127,15 @@ def _batch_table(rows: Sequence[Row]) -> Table:
                 else Text("-")
                 for batch in batches
             ]
-            table.add_row(f"{task}, {_condition(rows, members[0])}", *shown)
+            table.add_row(f"{task}, {_condition(rows, members)}", *shown)
     return table
 
 
-def _condition(rows: Sequence[Row], row: Row) -> str:
-    """What tells this row's group from the others; the temperature always."""
-    parts = [_temperature(row)]
+def _condition(rows: Sequence[Row], members: Sequence[Row]) -> str:
+    """What tells these rows of one setting from the others; the temperature always."""
+    row = members[0]
+    many = len({member.temperature for member in members}) > 1
+    parts = ["all temperatures" if many else _temperature(row)]
     for name in ("drafter", "gamma", "rule"):
         show = _CONDITIONS[name]
         if len({show(other) for other in rows}) > 1:
@@ -153,7 +155,7 @@ def _summary(rows: Sequence[Row]) -> list[str]:
             by_batch.setdefault(row.batch, []).append(row.speedup)
         if len(by_batch) > 1:
             means = {batch: _mean(speedups) for batch, speedups in by_batch.items()}
-            lines.append(f"{_condition(rows, members[0])}: {_where_the_gain_ends(means)}")
+            lines.append(f"{_condition(rows, members)}: {_where_the_gain_ends(means)}")
         lines += _adaptive_against_fixed(rows, members)
     if len({row.temperature for row in rows}) > 1:
         for setting in dict.fromkeys(row.setting for row in rows):
@@ -175,9 +177,7 @@ def _adaptive_against_fixed(rows: Sequence[Row], members: Sequence[Row]) -> list
         members: of one setting, at one temperature or at several.
     """
     temperatures = {row.temperature for row in members}
-    condition = _condition(rows, members[0])
-    if len(temperatures) > 1:
-        condition = condition.replace(_temperature(members[0]), "all temperatures")
+    condition = _condition(rows, members)
     setting = (members[0].drafter, members[0].rule)
     lines = []
     for batch in sorted({row.batch for row in members if row.gamma is None}):
